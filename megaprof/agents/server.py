@@ -32,12 +32,12 @@ from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
 from megaprof.cli import status as job_status
 from megaprof.cli.diff import comparison
+from megaprof.cli.look import look_at
 from megaprof.cli.report import report_on
 from megaprof.cli.trigger import prepare
 from megaprof.cli.what_if import CHOICES, answer_to, in_words
 from megaprof.formats.inputs import RemotePath, files_below
 from megaprof.formats.phrases import counted, json_of
-from megaprof.metrics.look import look_at
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 

@@ -68,8 +68,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.cli.status import collectives, ending_sentences
-    from megaprof.metrics.look import look_at, verdict, waiting_clauses
+    from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
 
     job = find_job(directory, role)
     view = look_at(job)

@@ -151,7 +151,7 @@ def report_on(
     UsageError if there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
     from megaprof.analysis.report.text.sentences import standstill_findings
-    from megaprof.metrics.look import last_stand
+    from megaprof.cli.look import last_stand
 
     # The status files are next to the others, on a file system of this machine.
     last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None

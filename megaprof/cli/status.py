@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import Counter
@@ -14,20 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.collectives.hang import Hang, hang_of_job
-from megaprof.analysis.fleet.fleet import stood_still_in
+from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.tables import Column, Row, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import with_texts
-from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.report.text.words import number, percent, ranks, sentence
+from megaprof.analysis.report.text.words import number, percent, ranks
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
+from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
 from megaprof.control.blame import WaitedFor
 from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
-from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill, completed
+from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage, summarise
-from megaprof.metrics.look import State, View, look_at, standings, verdict, waiting_clauses
+from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.
@@ -168,12 +165,12 @@ def answer(view: View) -> StatusAnswer:
         running_s=round(now - run.started, 3),
         heard=tuple(view.heard),
         off=tuple(sorted(status.rank for status in statuses.values() if status.off)),
-        now=summarise(run, statuses.values()),
+        now=view.summary,
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=view.blame.culprits,
         collectives=None if hang is None else replace(hang, warnings=with_texts(hang.warnings)),
-        standstills=standstills(view),
+        standstills=view.standstills,
         slow=view.slow,
         waits=dict(view.waits),
         host_bound=view.host_bound,
@@ -187,27 +184,6 @@ def answer(view: View) -> StatusAnswer:
 def in_words(view: View) -> list[str]:
     """Returns the ranks, the progress and the problems of a job, one sentence per line, without the table."""
     return [silence(view)] if view.state == "ended" else [*_headline(view), *_said(view)]
-
-
-def silence(view: View) -> str:
-    """Returns why a job does not answer any more, and how it ended."""
-    sentences = ending_sentences(view)
-    return " ".join((f"{view.silence}.", *sentences)) if sentences else str(view.silence)
-
-
-def ending_sentences(view: View) -> list[str]:
-    """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
-    stood = [finding.text for finding in standstill_findings(standstills(view))]
-    return [*stood, *map(sentence, waiting_clauses(view) if view.state == "ended" else ())]
-
-
-def standstills(view: View) -> tuple[Standstill, ...]:
-    """Returns the steps in which a job stands still or stood still, as the report names them: from the statuses of its
-    ranks, or after it ended from its timelines."""
-    if view.state == "ended":
-        standstills = stood_still_in(view.job.directory, view.job.run.role, os.cpu_count() or 1)
-        return completed(standstills, view.standstill)
-    return () if view.standstill is None else (view.standstill,)
 
 
 def _headline(view: View) -> Iterator[str]:
@@ -270,15 +246,6 @@ def _collectives(view: View) -> Hang | None:
     return hang if hang is not None and hang.ranks else None
 
 
-def collectives(view: View) -> Hang:
-    """Returns who keeps the job waiting, by what its ranks have in flight; unless a collective shows that or the job is
-    gone, also whom its ranks wait for by their statuses."""
-    hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
-    explained = hang.culprits or hang.unended or view.silence is not None
-    outside = () if explained else standings(view.statuses, view.blame)
-    return replace(hang, outside=outside, standstills=standstills(view))
-
-
 def _show_table(view: View) -> None:
     """Prints a line per rank, or per stage if there are too many ranks."""
     from rich.console import Console
@@ -306,7 +273,7 @@ def _ranks(view: View) -> Iterator[Row]:
 
 def _stages(view: View) -> Iterator[Row]:
     """Yields a row per stage, with the figures that every other view of the job shows (`metrics.figures`)."""
-    for stage in summarise(view.job.run, view.statuses.values()).stages:
+    for stage in view.summary.stages:
         members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]
         steps = [step for status in members if (step := status.last_step()) is not None]
         shown = f"{min(steps)}-{max(steps)}" if len({*steps}) > 1 else next(iter(steps), None)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent, ratio
-from megaprof.analysis.report.views import iterations_table, stages_now
-from megaprof.cli.status import find, silence
+from megaprof.analysis.report.views import iterations_table
+from megaprof.cli.look import View, look_at, silence, stages_table, verdict, waiting_clauses
+from megaprof.cli.status import find
 from megaprof.control.directory import NoJob, find_job
 from megaprof.formats.phrases import counted
-from megaprof.metrics.figures import summarise
-from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -98,8 +97,7 @@ def _table(view: View, cause: str | None, goes: TableView | None, console: Conso
 
     from megaprof.analysis.report.printing import tables
 
-    job, summary = view.job, summarise(view.job.run, view.statuses.values())
-    waited = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
+    job, summary = view.job, view.summary
     heard = len(view.statuses)
     parts = [counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering")]
     if summary.step_ms is None:
@@ -113,7 +111,7 @@ def _table(view: View, cause: str | None, goes: TableView | None, console: Conso
         parts.append(f"medians of the last {counted(summary.recent, 'step')}")
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
-    lines: list[RenderableType] = [*tables(stages_now(summary, waited), console, _LINES), ", ".join(parts)]
+    lines: list[RenderableType] = [*tables(stages_table(view), console, _LINES), ", ".join(parts)]
     lines += [] if goes is None else tables(goes, console)
     wrong = [*filter(None, [cause, verdict(view)]), *waiting_clauses(view)]
     if view.blame.stuck or view.blame.culprits:

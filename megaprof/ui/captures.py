@@ -28,12 +28,12 @@ from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
+from megaprof.cli.look import last_stand
 from megaprof.formats import inputs
 from megaprof.formats.job import CONTROL, RUN, Standstill
 from megaprof.formats.names import is_shard, parse_artifact_name
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import SUFFIX as TIMELINE
-from megaprof.metrics.look import last_stand
 
 _KINDS = {
     TIMELINE: "timeline",

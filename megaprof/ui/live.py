@@ -15,14 +15,13 @@ from starlette.concurrency import run_in_threadpool
 
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
+from megaprof.cli.look import View, look_at, verdict, waiting_clauses
 from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import NoJob, find_job
 from megaprof.control.request import Requester, requester_for
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
-from megaprof.metrics.figures import Summary, summarise
-from megaprof.metrics.look import View, look_at, verdict, waiting_clauses
 
 #: The most looks at a job that are remembered.
 MOST_POINTS = 1200
@@ -66,7 +65,6 @@ class Now:
     first look."""
     absent: str | None = None
     view: View | None = None
-    summary: Summary | None = None
     said: str | None = None
     """The problem in a sentence; None if there is none."""
     waiting: tuple[str, ...] = ()
@@ -149,14 +147,13 @@ class LiveJob:
             view = look_at(job, patient=False)
         except NoJob as fault:
             return Now(at, "absent", absent=str(fault))
-        summary = summarise(job.run, view.statuses.values())
         if view.silence is None and job.starting(view.statuses):
-            return Now(at, "starts", view=view, summary=summary)
+            return Now(at, "starts", view=view)
         if view.state in ("runs", "hangs"):
-            self._history.append(Point(at, job.run.run, summary.step_ms, summary.imbalance))
+            self._history.append(Point(at, job.run.run, view.summary.step_ms, view.summary.imbalance))
         standstills = [view.standstill] if view.state == "died" and view.standstill is not None else []
         clauses = *waiting_clauses(view), *(finding.text for finding in standstill_findings(standstills))
-        return Now(at, view.state, None, view, summary, verdict(view), clauses)
+        return Now(at, view.state, None, view, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:
         """Requests a capture, and returns as soon as the request is written. Raises Refused."""

@@ -33,6 +33,7 @@ from megaprof.analysis.report.drawn import polylines
 from megaprof.analysis.report.text import words
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.packing import PLANS
+from megaprof.cli import look
 from megaprof.control.directory import Unsafe, roles_with_a_run
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import Unanswerable
@@ -369,4 +370,5 @@ def _size(count: int) -> str:
 
 
 _TEMPLATES = html.environment("megaprof.ui", "megaprof.analysis.report")
-_TEMPLATES.globals |= {"differences": differences, "what_if": what_if, "PLANS": PLANS, "date": html.date, "size": _size}
+_TEMPLATES.globals |= {"differences": differences, "look": look, "what_if": what_if, "PLANS": PLANS}
+_TEMPLATES.globals |= {"date": html.date, "size": _size}

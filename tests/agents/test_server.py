@@ -27,11 +27,11 @@ from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.agents.server import CANNOT_ASK, DECLINED, DETAILS, PAGES, of_report, server
 from megaprof.cli import FAILED, main
 from megaprof.cli import status as job_status
+from megaprof.cli.look import View, look_at
 from megaprof.cli.report import report_on
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import RunningJob
 from megaprof.control.request import STEPS
-from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Wish
 from megaprof.capture.process import process
+from megaprof.cli.look import standings
 from megaprof.config import values
 from megaprof.control.blame import Blame, WaitedFor
 from megaprof.control.directory import RunningJob
@@ -28,7 +29,6 @@ from megaprof.formats.job import MOST_STEPS, Answer, Position, RankStatus, Recen
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
-from megaprof.metrics.look import standings
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.torch_profiler import TorchRecorder

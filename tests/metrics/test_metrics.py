@@ -21,7 +21,6 @@ from megaprof.formats.job import RankStatus, RunRecord
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
-from megaprof.metrics.look import cores_sentence, host_sentence
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
@@ -333,11 +332,3 @@ def test_stages_whose_gpus_wait_for_their_host_in_most_passes() -> None:
     both = [waiting(rank, share) for rank, share in enumerate((0.6, 0.8, 0.9, 1.0))]
     assert host_bound(both) == HostBound((1, 0), pytest.approx(0.7), 3)
     assert host_bound([status(rank, 40.0) for rank in range(4)]) is None, "no GPU's clock says so"
-    assert "before step 400" in host_sentence(HostBound((2,), 0.93, 5, since=400))
-
-
-def test_ranks_that_wait_for_a_core_are_named_by_the_rule_of_the_report() -> None:
-    said = cores_sentence({2: 0.74, 0: 0.40, 1: 0.20})
-    assert said.endswith(": something else runs on the cores, or there are more ranks than cores.")
-    assert said.startswith("Ranks 0, 2 wait for a processor core, rank 2 for 74% of the time")  # not 1
-    assert cores_sentence({2: 0.74, 1: 0.20}).startswith("Rank 2 waits for a processor core, for 74% of the time")

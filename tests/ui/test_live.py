@@ -14,11 +14,10 @@ import pytest
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
+from megaprof.cli.look import View, verdict
 from megaprof.control.blame import Blame
 from megaprof.control.directory import RunningJob
 from megaprof.formats.job import Calls, RankStatus, Recent, RunRecord
-from megaprof.metrics.figures import summarise
-from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.captures import Place
@@ -319,10 +318,9 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(16384, pp=16))
     run = RunRecord.new(layout.coords(0), layout, None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
-    summary = summarise(run, statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
-    shown = now_html(Now(100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
+    shown = now_html(Now(100.0, "runs", None, view, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
     assert "777" in text
@@ -348,8 +346,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     statuses[3] = replace(statuses[3], waits=waits)
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     said = verdict(view) if state == "runs" else None
-    summary = summarise(run, statuses.values())
-    shown = now_html(Now(100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
+    shown = now_html(Now(100.0, state, None, view, said), Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
     assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"

@@ -1,10 +1,10 @@
-"""The tables of a report, of two captures and of a running job, for every output."""
+"""The tables of a report and of two captures, for every output."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Stage
@@ -32,7 +32,6 @@ from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.table.iterations import OF_RL, STEP, Iterations
 from megaprof.analysis.trace.steps import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.metrics.figures import SlowRanks, Summary
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))
 _MARKS = {True: "*", False: "~", None: "?"}
@@ -341,49 +340,3 @@ def emphasis(change: Difference) -> Emphasis:
     if not change.beyond_spread or change.change is None:
         return ""
     return "slow" if change.change > 0 else "fine"
-
-
-def stages_now(summary: Summary, waited_for: Collection[int] = ()) -> TableView:
-    """Returns the figures of every stage. ``waited_for``: stages that the others wait for."""
-    on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
-    rows = [
-        row(
-            Cell(f"{stage.pp} waited for", "slow") if stage.pp in waited_for else stage.pp,
-            stage.ranks,
-            stage.step,
-            number(stage.step_ms),
-            number(stage.compute_ms),
-            Cell(bars=(stacked([("compute", stage.compute_ms, "")]),)),
-            number(stage.gradients_ms),
-            ratio(stage.imbalance),
-            stage.slowest_rank,
-            number(stage.slowest_ms),
-            *([percent(stage.host_bound_passes)] if on_gpu else []),
-            emphasis="slow" if stage.pp == summary.slow_stage else "",
-        )
-        for stage in summary.stages
-    ]
-    columns = (
-        Column("stage"),
-        Column("rank\ncount"),
-        Column("step"),
-        Column("step", unit="ms"),
-        Column("passes", unit="ms"),
-        Column("share", "bars"),
-        Column("gradients", unit="ms"),
-        Column("imbalance"),
-        Column("slowest\nrank"),
-        Column("its\npasses", unit="ms"),
-        *([Column("passes that wait\nfor the host")] if on_gpu else []),
-    )
-    return TableView("stages of the job", columns, tuple(rows))
-
-
-def slow_ranks_now(slowest: Sequence[SlowRanks]) -> TableView:
-    """Returns the slow ranks of some stages."""
-    rows = [
-        row(slow.ranks[0], slow.stage, number(slow.compute_ms), number(slow.peers_ms), f"{slow.ratio:.1f}")
-        for slow in slowest
-    ]
-    columns = Column("computes", unit="ms"), Column("its peers", unit="ms"), Column("times as long")
-    return TableView("slow ranks", (Column("rank"), Column("stage"), *columns), tuple(rows))

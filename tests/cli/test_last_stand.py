@@ -16,8 +16,8 @@ from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.text.causes import in_brief
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.cli import FAILED, UNWELL, main
+from megaprof.cli.look import last_stand
 from megaprof.formats.job import RunRecord, Standing, Standstill, completed
-from megaprof.metrics.look import last_stand
 from tests.cli.running import check
 from tests.control import places
 from tests.control.test_blame import job, record

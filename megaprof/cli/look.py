@@ -1,30 +1,39 @@
-"""One look at a running job: where every rank stands, which ranks the others wait for, and sentences about it."""
+"""One look at a running job: where every rank stands, which ranks the others wait for, and sentences and tables about
+it, for every command."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from megaprof.analysis.collectives.hang import Hang, hang_of_job
+from megaprof.analysis.fleet.fleet import stood_still_in
+from megaprof.analysis.report.tables import Cell, Column, TableView, row, stacked
+from megaprof.analysis.report.text.sentences import standstill_findings
+from megaprof.analysis.report.text.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
-from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill
-from megaprof.formats.phrases import ago, counted, listed
-from megaprof.metrics.figures import (
-    HostBound,
-    SlowRanks,
-    host_bound,
-    host_bound_since,
-    slow_ranks,
-    slow_since,
-    waiting_ranks,
-)
+from megaprof.formats import timeline as format
+from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
+from megaprof.formats.names import parse_artifact_name, shard_of
+from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
+from megaprof.parallel.peers import Flags, began, moving_median
 
 _CULPRITS = 4
+#: Of the stages with slow ranks, those where they are slowest.
+_SLOWEST = 8
+#: Seconds by which the clocks of two hosts may differ.
+_CLOCKS_SECONDS = 60.0
+#: Steps of a running median, in which two unlike ones do not count.
+_WIDTH = 5
 #: Where a job without a timeline stands still.
 _NOWHERE = " Only a timeline (--profile-tool timeline) shows where the ranks are and which one the others wait for."
 
@@ -45,17 +54,25 @@ class View:
     """Why the job will not answer any more; None while it does."""
 
     @cached_property
+    def summary(self) -> Summary:
+        """The figures of the job and its stages."""
+        return summarise(self.job.run, self.statuses.values())
+
+    @cached_property
     def slow_of_stages(self) -> list[SlowRanks]:
         """The ranks that are slower than their peers, of each stage that has some (`slow_ranks`)."""
         return slow_ranks(self.statuses[rank] for rank in self.heard)
 
     @cached_property
     def slow(self) -> SlowRanks | None:
-        """Those of the stage where they are slowest; None if there are none."""
+        """Those of the stage where they are slowest, and since when the slowest one is at least half as slow as now;
+        None if there are none."""
         slow = next(iter(self.slow_of_stages), None)
-        if slow is None or (recent := self.statuses[slow.ranks[0]].recent) is None:
-            return slow
-        return replace(slow, since=slow_since(self.job.directory, self.job.run, slow, recent.target))
+        if slow is None:
+            return None
+        half = 1.0 + (slow.ratio - 1.0) / 2
+        both, figure = (slow.ranks[0], slow.peer), "passes_us"
+        return replace(slow, since=self._since(both, figure, lambda own, peer: own / np.maximum(peer, 1.0) > half))
 
     @cached_property
     def waits(self) -> Mapping[int, float]:
@@ -66,9 +83,23 @@ class View:
     def host_bound(self) -> HostBound | None:
         """The stages whose GPUs wait for their host in most passes; None if there are none."""
         waits = host_bound(self.statuses[rank] for rank in self.heard)
-        if waits is None or (recent := self.statuses[waits.rank].recent) is None:
-            return waits
-        return replace(waits, since=host_bound_since(self.job.directory, self.job.run, waits, recent.target))
+        if waits is None:
+            return None
+        return replace(waits, since=self._since((waits.rank,), "host_bound", lambda share: share > 0.5))
+
+    def _since(
+        self, of: Sequence[int], figure: Literal["passes_us", "host_bound"], is_there: Callable[..., Flags]
+    ) -> int | None:
+        """Returns the step since which something is almost always there, by a figure of each of these ranks; None if it
+        is there from the first step on, if it comes and goes, or without timelines. Running medians remove single
+        unlike steps, and keep a change of level where it is."""
+        if (recent := self.statuses[of[0]].recent) is None:
+            return None
+        of_ranks = [_by_step(self.job, rank, recent.target, figure) for rank in of]
+        steps = sorted(set.intersection(*map(set, of_ranks)))
+        series = (np.array([values[step] for step in steps], dtype=np.float64) for values in of_ranks)
+        first = began(is_there(*(moving_median(each, _WIDTH) for each in series))) if steps else None
+        return steps[first] if first else None
 
     @property
     def state(self) -> State:
@@ -91,6 +122,15 @@ class View:
             return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
         running = {rank: status for rank, status in self.statuses.items() if not status.ended}
         return _standstill(running, self.last_blame, "unfinished")
+
+    @cached_property
+    def standstills(self) -> tuple[Standstill, ...]:
+        """The steps in which the job stands still or stood still, as the report names them: from the statuses of its
+        ranks, or after it ended from its timelines."""
+        if self.state == "ended":
+            stood = stood_still_in(self.job.directory, self.job.run.role, os.cpu_count() or 1)
+            return completed(stood, self.standstill)
+        return () if self.standstill is None else (self.standstill,)
 
     @cached_property
     def last_blame(self) -> Blame:
@@ -164,6 +204,33 @@ def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standin
     return tuple(found)
 
 
+def _by_step(job: RunningJob, rank: int, target: str, figure: Literal["passes_us", "host_bound"]) -> dict[int, float]:
+    """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
+    disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
+    values: dict[int, float] = {}
+    for path in sorted((job.directory / shard_of(rank, job.run.world)).glob(f"*{format.SUFFIX}")):
+        name = parse_artifact_name(path.name)
+        if name is None or name.place.rank != rank:
+            continue
+        try:
+            timeline = format.read_timeline(path, events=figure == "host_bound")
+        except format.UnreadableTimeline:
+            continue
+        steps = timeline.steps
+        described = [each.target == target and not each.around_windows for each in timeline.metadata]
+        clean = np.isin(steps["metadata"], np.flatnonzero(described))
+        clean &= steps["flags"] & (format.FAILED | format.DISTURBED) == 0
+        rows = np.flatnonzero(clean & (steps["start_ns"] / 1e9 > job.run.started - _CLOCKS_SECONDS))
+        made: Iterable[float | None] = (
+            steps["forward"][rows].astype(float) + steps["backward"][rows] + steps["combined"][rows]
+        )
+        if figure == "host_bound":
+            made = map(timeline.host_bound_passes, rows.tolist())
+        numbers = steps["step"][rows].tolist()
+        values.update((step, value) for step, value in zip(numbers, made, strict=True) if value is not None)
+    return values
+
+
 def verdict(view: View) -> str | None:
     """Returns a sentence about what is wrong with the whole job; None if nothing is, or if single ranks are silent."""
     blame = view.blame
@@ -186,7 +253,7 @@ def verdict(view: View) -> str | None:
 def slow_sentence(slow: SlowRanks) -> str:
     """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
-    who = f"Rank{'s' * several} {listed(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
+    who = f"{capital(ranks(sorted(slow.ranks)))} (stage {slow.stage}) compute{'s' * (not several)}"
     since = "" if slow.since is None else f", since step {slow.since}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers{since}."
 
@@ -195,10 +262,10 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
     """Returns a sentence about ranks that wait for a processor core."""
     first, most = next(iter(waits.items()))
     # As in the report: a rank that waits far less than the first one is not worth looking at.
-    named = [rank for rank, part in waits.items() if part >= most / 2]
+    named = sorted(rank for rank, part in waits.items() if part >= most / 2)
     several = len(named) > 1
     longest = f"rank {first} " if several else ""
-    who = f"Rank{'s' * several} {listed(sorted(named))} wait{'s' * (not several)}"
+    who = f"{capital(ranks(named))} wait{'s' * (not several)}"
     why = "something else runs on the cores, or there are more ranks than cores"
     return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
 
@@ -206,11 +273,10 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
 def host_sentence(waits: HostBound) -> str:
     """Returns a sentence about stages whose GPUs wait for their host."""
     several = len(waits.stages) > 1
-    which = f"stage{'s' * several} {listed(sorted(waits.stages))}"
     who = f"that of stage {waits.stages[0]}" if several else "it"
     since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
-    share = f"{'at least ' * several}{waits.passes:.0%}"
-    return f"The GPU waits for its host in {share} of the passes of {which}{since}: a capture shows what that costs."
+    share = f"{'at least ' * several}{waits.passes:.0%} of the passes of {stages(sorted(waits.stages))}{since}"
+    return f"The GPU waits for its host in {share}: a capture shows what that costs."
 
 
 def waiting_clauses(view: View) -> Iterator[str]:
@@ -228,7 +294,7 @@ def waiting_clauses(view: View) -> Iterator[str]:
             what = "is gone: the process does not exist any more"
         yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
     if unheard:
-        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {listed(unheard)}"
+        yield f"no status at all from {counted(len(unheard), 'rank')}: {ranks(unheard)}"
     for culprit, status in guilty[:_CULPRITS]:
         comma = "" if status.place is None else ","
         yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.for_s)}{_waiting(culprit)}"
@@ -253,3 +319,72 @@ def _place(status: RankStatus) -> str:
 def _waiting(culprit: WaitedFor) -> str:
     wait = "waits" if culprit.waiting == 1 else "wait"
     return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""
+
+
+def silence(view: View) -> str:
+    """Returns why a job does not answer any more, and how it ended."""
+    sentences = ending_sentences(view)
+    return " ".join((f"{view.silence}.", *sentences)) if sentences else str(view.silence)
+
+
+def ending_sentences(view: View) -> list[str]:
+    """Returns sentences about where a job stood still, and about the ranks that died before it ended."""
+    stood = [finding.text for finding in standstill_findings(view.standstills)]
+    return [*stood, *map(sentence, waiting_clauses(view) if view.state == "ended" else ())]
+
+
+def collectives(view: View) -> Hang:
+    """Returns who keeps the job waiting, by what its ranks have in flight; unless a collective shows that or the job is
+    gone, also whom its ranks wait for by their statuses."""
+    hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
+    explained = hang.culprits or hang.unended or view.silence is not None
+    outside = () if explained else standings(view.statuses, view.blame)
+    return replace(hang, outside=outside, standstills=view.standstills)
+
+
+def stages_table(view: View) -> TableView:
+    """Returns the figures of every stage, and which of them the others wait for."""
+    summary = view.summary
+    waited_for = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
+    on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
+    rows = [
+        row(
+            Cell(f"{stage.pp} waited for", "slow") if stage.pp in waited_for else stage.pp,
+            stage.ranks,
+            stage.step,
+            number(stage.step_ms),
+            number(stage.compute_ms),
+            Cell(bars=(stacked([("compute", stage.compute_ms, "")]),)),
+            number(stage.gradients_ms),
+            ratio(stage.imbalance),
+            stage.slowest_rank,
+            number(stage.slowest_ms),
+            *([percent(stage.host_bound_passes)] if on_gpu else []),
+            emphasis="slow" if stage.pp == summary.slow_stage else "",
+        )
+        for stage in summary.stages
+    ]
+    columns = (
+        Column("stage"),
+        Column("rank\ncount"),
+        Column("step"),
+        Column("step", unit="ms"),
+        Column("passes", unit="ms"),
+        Column("share", "bars"),
+        Column("gradients", unit="ms"),
+        Column("imbalance"),
+        Column("slowest\nrank"),
+        Column("its\npasses", unit="ms"),
+        *([Column("passes that wait\nfor the host")] if on_gpu else []),
+    )
+    return TableView("stages of the job", columns, tuple(rows))
+
+
+def slow_ranks_table(view: View) -> TableView:
+    """Returns the slow ranks of the stages where they are slowest."""
+    rows = [
+        row(slow.ranks[0], slow.stage, number(slow.compute_ms), number(slow.peers_ms), f"{slow.ratio:.1f}")
+        for slow in view.slow_of_stages[:_SLOWEST]
+    ]
+    columns = Column("computes", unit="ms"), Column("its peers", unit="ms"), Column("times as long")
+    return TableView("slow ranks", (Column("rank"), Column("stage"), *columns), tuple(rows))
