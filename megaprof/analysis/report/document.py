@@ -23,9 +23,6 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.tables import Section
 from megaprof.analysis.report.text import causes, sentences
-from megaprof.analysis.report.text import what_if as text
-from megaprof.analysis.report.text.evidence import KINDS
-from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -69,43 +66,6 @@ class TargetReport(TargetStages):
     """Where whole iterations of the host's loop go, the step as one part of them; None if no timeline says."""
     notes: tuple[str, ...]
     """Notes about the numbers of the whole run, in sentences."""
-
-    @classmethod
-    def of(
-        cls,
-        measured: TargetStages,
-        diagnosis: Diagnosis | None,
-        what_if: WhatIf,
-        job: Path,
-        *,
-        withheld: Note | None = None,
-        fleet: Fleet | None = None,
-    ) -> TargetReport:
-        """Returns the report on a target, with the sentences that follow from its data. ``job``: the directory that the
-        job writes to."""
-        named = diagnosis.causes if diagnosis is not None else ()
-        measured = replace(
-            measured, warnings=with_texts(measured.warnings), unjudgeable=with_text(measured.unjudgeable)
-        )
-        what_if, withheld = replace(what_if, warnings=with_texts(what_if.warnings)), with_text(withheld)
-        running_job = job if fleet is not None else None
-        return cls(
-            **vars(measured),
-            diagnosis=diagnosis,
-            withheld=withheld,
-            slowest_stage=next((cause.stage for cause in named if KINDS[cause.kind].about == "stage"), None),
-            what_if=what_if,
-            fleet=fleet,
-            findings=(
-                *causes.findings(measured, diagnosis, withheld, running_job),
-                *text.packing_advice(what_if, measured.framework, measured.sizes.cp),
-            ),
-            advice=text.layout_advice(what_if, measured.framework),
-            capture=causes.capture_advice(measured, diagnosis, what_if, running_job) if measured.profiled else None,
-            ends=() if fleet is None else sentences.ends(fleet),
-            changes=() if fleet is None else sentences.changes(fleet, job),
-            notes=() if fleet is None else tuple(sentences.run_notes(fleet)),
-        )
 
     @property
     def key(self) -> tuple[str, str | None]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.diagnosis import averages
-from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose, slow_ranks
-from megaprof.analysis.diagnosis.examine import Examined, examine
+from megaprof.analysis.diagnosis.diagnose import diagnose, slow_ranks
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.stages import TargetStages, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.levels import EXCESS
@@ -22,7 +22,10 @@ from megaprof.analysis.fleet.reading import Series, read_fleet
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text.notes import with_texts
+from megaprof.analysis.report.text import causes, sentences
+from megaprof.analysis.report.text import what_if as of_what_if
+from megaprof.analysis.report.text.evidence import KINDS
+from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import OF_RL
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
@@ -42,7 +45,7 @@ from megaprof.analysis.trace.reading import NoCluster as NoCluster
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.analysis.what_if.what_if import what_if, withheld
+from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats.inputs import files_below, place
 from megaprof.formats.phrases import Unanswerable, listed
 from megaprof.formats.timeline import SUFFIX
@@ -113,7 +116,6 @@ def analyze(
     captured = {job.key: job for job in jobs_of(step for reading in of_run for step in reading.steps)}
     traced = {key: table_of(job) for key, job in captured.items()}
     tabled = tables(traced, fleet_reading, fleets, workers)
-    diagnosed = {key: _diagnosed(table) for key, table in tabled.items()}
     if not captured and not fleet_reading.series:
         others = set(_others(path) if path.is_dir() else ()) - {reading.path for reading in readings}
         more = [*read_all(sorted(others), workers)]
@@ -130,19 +132,17 @@ def analyze(
     for key in (*captured, *alone):
         table, series, of_key = tabled[key], fleet_reading.series.get(key), captured.get(key)
         if of_key is None:
-            measured = _measured(table, diagnosed[key], partial(averages.of_series, fleet_reading.series[key]))
+            otherwise, slower = partial(averages.of_series, fleet_reading.series[key]), None
         else:
-            measured = _measured(table, diagnosed[key], partial(averages.of_steps, of_key))
-            if (note := _not_recovered(of_key, series)) is not None:
-                measured = replace(measured, warnings=(*measured.warnings, note))
+            otherwise, slower = partial(averages.of_steps, of_key), _not_recovered(of_key, series)
+        report, by_hand = _reported(table, otherwise, slower, by_key.get(key), job, memory_limit)
         draw: Callable[[], drawn.StepTimeline] | None = None
         role: drawn.Role | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
-            call_of = fleet_reading.calls_of(key, [row.ranks[0] for row in measured.shown])
-            draw = partial(drawn.of_table, table, measured, call_of)
+            call_of = fleet_reading.calls_of(key, [row.ranks[0] for row in report.shown])
+            draw = partial(drawn.of_table, table, report, call_of)
         elif of_key is not None:
-            draw = partial(drawn.of_steps, of_key.steps, measured, table)
-        report, by_hand = _reported(measured, diagnosed[key], by_key.get(key), job, memory_limit)
+            draw = partial(drawn.of_steps, of_key.steps, report, table)
         trains_too = report.forward_only and not training.isdisjoint(fleet_reading.files_of(key))
         if isinstance(table, Table) and not trains_too:
             report = replace(report, iterations=table.iterations)
@@ -210,27 +210,6 @@ def _of_others(path: Path, readings: Sequence[Reading], sizes: Mapping[str, int]
     )
 
 
-_Diagnosed = tuple[Examined, Diagnosis] | Unfit
-
-
-def _diagnosed(table: Table | Unfit) -> _Diagnosed:
-    if isinstance(table, Unfit):
-        return table
-    try:
-        examined = examine(table)
-    except Unfit as reason:
-        return reason
-    return examined, diagnose(examined)
-
-
-def _measured(table: Table | Unfit, diagnosed: _Diagnosed, otherwise: Callable[[Note], TargetStages]) -> TargetStages:
-    """Returns the stages of a table. If there is no table, ``otherwise`` makes them; it is given the reason."""
-    if isinstance(table, Unfit):
-        return otherwise(table.note)
-    causes = () if isinstance(diagnosed, Unfit) else diagnosed[1].causes
-    return averages.averages(table, slow_ranks(causes), slow_ranks(causes, every=True))
-
-
 def _not_recovered(captured: Job, series: Series | None) -> Note | None:
     """Returns that steps behind the last window take longer than those before the first, None if they do not. CUPTI,
     which stays attached to a process with a GPU, slows down launches."""
@@ -250,16 +229,55 @@ def _not_recovered(captured: Job, series: Series | None) -> Note | None:
 
 
 def _reported(
-    measured: TargetStages, diagnosed: _Diagnosed, fleet: Fleet | None, job: Path, memory_limit: int | None
+    table: Table | Unfit,
+    otherwise: Callable[[Note], TargetStages],
+    slower: Note | None,
+    fleet: Fleet | None,
+    job: Path,
+    memory_limit: int | None,
 ) -> tuple[TargetReport, Changeable | None]:
-    """Returns the report on one target, and what predicts changes that a person chooses; None if nothing can. ``job``:
-    the directory that the job writes to."""
-    if isinstance(diagnosed, Unfit):
-        why = measured.unjudgeable or diagnosed.note
-        return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None
-    examined, diagnosis = diagnosed
-    predicted, by_hand = what_if(examined, diagnosis, memory_limit)
-    return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet), by_hand
+    """Returns the report on one target, and what predicts changes that a person chooses; None if nothing can.
+
+    ``otherwise``: makes the stages if there is no table; it is given the reason. ``slower``: a note that the job is not
+    as quick any more; ``job``: the directory that it writes to.
+    """
+    try:
+        examined = table if isinstance(table, Unfit) else examine(table)
+    except Unfit as reason:
+        examined = reason
+    diagnosis, by_hand, why = None, None, None
+    if isinstance(examined, Unfit):
+        measured = otherwise(table.note) if isinstance(table, Unfit) else averages.averages(table)
+        why = measured.unjudgeable or examined.note
+        predicted = WhatIf(warnings=(Note("not_replayed", why=why),))
+    else:
+        diagnosis = diagnose(examined)
+        ranks = slow_ranks(diagnosis.causes), slow_ranks(diagnosis.causes, every=True)
+        measured = averages.averages(examined.table, *ranks)
+        predicted, by_hand = what_if(examined, diagnosis, memory_limit)
+    warnings = with_texts((*measured.warnings, *filter(None, [slower])))
+    measured = replace(measured, warnings=warnings, unjudgeable=with_text(measured.unjudgeable))
+    predicted, why = replace(predicted, warnings=with_texts(predicted.warnings)), with_text(why)
+    named = () if diagnosis is None else diagnosis.causes
+    running_job = None if fleet is None else job
+    report = TargetReport(
+        **vars(measured),
+        diagnosis=diagnosis,
+        withheld=why,
+        slowest_stage=next((cause.stage for cause in named if KINDS[cause.kind].about == "stage"), None),
+        what_if=predicted,
+        fleet=fleet,
+        findings=(
+            *causes.findings(measured, diagnosis, why, running_job),
+            *of_what_if.packing_advice(predicted, measured.framework, measured.sizes.cp),
+        ),
+        advice=of_what_if.layout_advice(predicted, measured.framework),
+        capture=causes.capture_advice(measured, diagnosis, predicted, running_job) if measured.profiled else None,
+        ends=() if fleet is None else sentences.ends(fleet),
+        changes=() if fleet is None else sentences.changes(fleet, job),
+        notes=() if fleet is None else tuple(sentences.run_notes(fleet)),
+    )
+    return report, by_hand
 
 
 def _others(directory: Path) -> list[Path]:

@@ -181,11 +181,6 @@ def _beside_slow_ranks(changeable: Changeable, healthy: Examined) -> list[_Price
     return [predicted(changeable, "layout", setting) for setting in settings]
 
 
-def withheld(reason: Note) -> WhatIf:
-    """Returns the predictions of a target that cannot be replayed: none, and the reason."""
-    return WhatIf(warnings=(Note("not_replayed", why=reason),))
-
-
 def layout_of(measured: TargetStages) -> Layout | None:
     """Returns the layout of a captured target; None if its stages do not say what they hold."""
     chunks = {len(stage.chunks) for stage in measured.stages}
