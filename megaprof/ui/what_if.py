@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.drawn import boxes_of
+from megaprof.analysis.report.drawn import boxes, of_simulation
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.what_if.changeable import (
     Changeable,
@@ -94,7 +94,7 @@ def answer(changeable: Changeable, target: TargetReport, query: Mapping[str, str
         before=stages_after(target, changeable, captured),
         after=stages_after(target, changeable, now),
         options=options_of(target.framework, target.role, now.prediction.flags, stages),
-        boxes=boxes_of(now.simulation) | {"end": end},
+        boxes=boxes(of_simulation(now.simulation)) | {"end": end},
         chunks=len(now.setting.pieces) // stages,
         p2p=number_of(changeable.baseline.p2p_ms if p2p_ms is None else p2p_ms),
     )

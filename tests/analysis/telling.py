@@ -14,7 +14,7 @@ def of_fleet(fleet: Fleet) -> tuple[sentences.Finding, ...]:
 
 
 def findings(fleet: Fleet) -> tuple[str, ...]:
-    return tuple(finding.plain for finding in of_fleet(fleet))
+    return tuple(f"{each.text} `{each.command}`" if each.command else each.text for each in of_fleet(fleet))
 
 
 def notes(fleet: Fleet) -> tuple[str, ...]:

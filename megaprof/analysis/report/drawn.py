@@ -43,14 +43,14 @@ WIDTH, HEIGHT = 960, 120
 
 @dataclass(frozen=True)
 class Row:
-    """One rank in a drawn step: the first of a stage, or a slow one; or the first of a role. Times are nanoseconds of
-    its host's wall clock."""
+    """One rank in a drawn step: the first of a stage, or a slow one; or the first of a role; or a simulated stage.
+    Times are nanoseconds of its host's wall clock."""
 
     stage: int | str
     """Its stage, or its role."""
-    rank: int
-    extent: tuple[int, int]
-    passes: Sequence[Pass[int]]
+    rank: int | None
+    extent: tuple[float, float]
+    passes: Sequence[Pass[int]] | Sequence[Pass[float]]
     """Everything in the call, in order."""
     offset_ns: int
     """Nanoseconds to add to the times of this row, so that all rows are on one clock."""
@@ -154,6 +154,16 @@ def _of_clocks(measured: TargetStages) -> list[str]:
     return [clause(note) for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
 
 
+def of_simulation(replayed: Simulation) -> StepTimeline:
+    """Returns a simulated step. Its rows belong to no rank."""
+    stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
+    for box in replayed.events:
+        stages[box.stage].append(box)
+    whole = (0.0, 1e6 * replayed.step_ms)
+    rows = (Row(stage, None, whole, passes, 0) for stage, passes in enumerate(stages))
+    return StepTimeline(0, tuple(rows), replayed.schedule.chunks, ())
+
+
 def boxes(step: StepTimeline) -> dict[str, Any]:
     """Returns the rows for the script. Times are microseconds from the start of the step.
 
@@ -161,37 +171,19 @@ def boxes(step: StepTimeline) -> dict[str, Any]:
     box), duration, kind, microbatch and chunk (-1: unknown or none).
     """
     first = min(row.extent[0] + row.offset_ns for row in step.rows)
-    rows = [(row.stage, row.rank, row.extent, row.passes, row.offset_ns - first) for row in step.rows]
-    return _packed(rows, step.chunks)
-
-
-def boxes_of(replayed: Simulation) -> dict[str, Any]:
-    """Returns a simulated step in the form of `boxes`. Its rows belong to no rank."""
-    stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
-    for box in replayed.events:
-        stages[box.stage].append(box)
-    whole = (0.0, 1e6 * replayed.step_ms)
-    return _packed([(stage, None, whole, events, 0) for stage, events in enumerate(stages)], replayed.schedule.chunks)
-
-
-def _packed(
-    rows: Sequence[tuple[int | str, int | None, Sequence[float], Sequence[Any], int]], chunks: int
-) -> dict[str, Any]:
-    """Packs rows for the script. ``rows``: stage or role, rank, start and end in nanoseconds, passes, and nanoseconds
-    to add to all times."""
-    names = sorted({box.kind for _, _, _, passes, _ in rows for box in passes})
+    names = sorted({box.kind for row in step.rows for box in row.passes})
     numbers = {name: number for number, name in enumerate(names)}
     packed = []
-    for stage, rank, extent, passes, shift in rows:
-        flat, before = [], 0
-        for box in passes:
+    for row in step.rows:
+        shift, flat, before = row.offset_ns - first, list[int](), 0
+        for box in row.passes:
             start, end = (round((time + shift) / 1000) for time in (box.start, box.end))
             unknown = (-1 if value is None else value for value in (box.microbatch, box.chunk))
             flat += [start - before, end - start, numbers[box.kind], *unknown]
             before = start
-        span = [round((time + shift) / 1000) for time in extent]
-        packed.append({"stage": stage, "rank": rank, "span": span, "boxes": flat})
-    return {"names": names, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
+        span = [round((time + shift) / 1000) for time in row.extent]
+        packed.append({"stage": row.stage, "rank": row.rank, "span": span, "boxes": flat})
+    return {"names": names, "kinds": list(map(_kind, names)), "chunks": step.chunks, "rows": packed}
 
 
 def _kind(name: str) -> str:

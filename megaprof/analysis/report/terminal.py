@@ -87,7 +87,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
     if (fleet := target.fleet) is not None:
         first, last = fleet.coverage.steps
         console.print(text(f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}"))
-    console.print(text(", ".join([*sentences.facts(target), str(target.sizes)])))
+    console.print(text(", ".join(sentences.facts(target))))
     if target.step_time_ms:
         parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target)
         console.print(text(", ".join(filter(None, parts))))

@@ -29,13 +29,12 @@ def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
     assert "fits" not in (what_if.memory(replace(two, in_flight=(22, 8), fits=True), found) or "")
 
 
-def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
+def test_a_command_is_data_beside_its_text() -> None:
     best = replace(BEST, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L"))
     said = what_if.layout_advice(WhatIf(best=best, advice="change", measured_ms=700.0))
     assert said is not None
     assert said.text.startswith("4+4 layers: 1.4")
     assert said.command == "--pipeline-model-parallel-layout 'Et*4|t*4L'"
-    assert said.plain == f"{said.text} `{said.command}`"
     assert what_if.layout_advice(WhatIf()) is None
 
 

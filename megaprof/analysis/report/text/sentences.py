@@ -59,20 +59,16 @@ class Finding:
     host_command: str | None = None
     """The flags as options of the host framework, after its name; None if it takes the flags as they are."""
 
-    @property
-    def plain(self) -> str:
-        """Returns the text, followed by the command in backticks."""
-        return self.text if self.command is None else f"{self.text} `{self.command}`"
-
 
 def facts(measured: TargetStages) -> list[str]:
-    """Returns facts about the capture, each in a few words."""
+    """Returns facts about the capture, each in a few words; the parallel sizes come last."""
     count = measured.microbatches
     return [
         steps(measured.steps),
         measured.schedule or "unknown schedule",
         *([] if count is None else [counted(count, "microbatch")]),
         *(["forward only"] if measured.forward_only else []),
+        str(measured.sizes),
     ]
 
 
@@ -148,25 +144,17 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
 
     These are measurements, which do not say why. ``job``: the directory in which a capture can be requested.
     """
-    keyed = [*_slower_stages(fleet, job), *_synchronisation(fleet, job), *_steps(fleet)]
-    return tuple(finding for _, finding in sorted(keyed, key=lambda entry: entry[0]))
+    found: list[tuple[bool, float, Finding]] = []
 
+    def add(shift: Shift, kind: str, text: str, stage: int | None = None) -> None:
+        command = None if stage is None else trigger(job, fleet.target, f"pp={stage}")
+        longer_ms = shift.after_ms - shift.before_ms
+        found.append((shift.until is not None, longer_ms, Finding(kind, "slow", text, command)))
 
-_Ordered = tuple[tuple[bool, float], Finding]
-"""A sort key and a finding. The key: whether it is over, and minus the milliseconds by which a step got longer."""
-
-
-def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Ordered:
-    return (shift.until is not None, shift.before_ms - shift.after_ms), Finding(kind, "slow", text, command)
-
-
-def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Ordered]:
     for stage in fleet.stages:
-        for shift in stage.shifts:
-            if shift.change <= EXCESS:
-                continue
+        for shift in (shift for shift in stage.shifts if shift.change > EXCESS):
             if fleet.sizes.pp == 1:
-                yield _shifted(shift, "slow_run", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
+                add(shift, "slow_run", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
                 continue
             text = (
                 f"Stage {stage.pp} {'was' if shift.until is not None else 'has been'} {percent(shift.change)} slower "
@@ -174,33 +162,26 @@ def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Ordered]:
                 f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. While the "
                 "job runs, a capture shows why:"
             )
-            yield _shifted(shift, "slow_stage", text, trigger(job, fleet.target, f"pp={stage.pp}"))
-
-
-def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Ordered]:
+            add(shift, "slow_stage", text, stage.pp)
     for shift in fleet.synchronisation.synchronisation_shifts:
-        text = (
-            f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
-        )
-        yield _shifted(shift, "slow_synchronisation", text)
+        whose = "even for the rank that comes last to it"
+        add(shift, "slow_synchronisation", f"Gradient synchronisation {_went(fleet, shift)}, {whose}: {_COLLECTIVE}.")
     for pp, shift in fleet.synchronisation.stage_synchronisation:
         tied = _TIED if pp in (0, fleet.sizes.pp - 1) else ""
         text = (
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
             f"{_COLLECTIVE}{tied}. While the job runs, a capture shows whether one of its ranks is slow:"
         )
-        yield _shifted(shift, "slow_synchronisation", text, trigger(job, fleet.target, f"pp={pp}"))
-
-
-def _steps(fleet: Fleet) -> Iterator[_Ordered]:
+        add(shift, "slow_synchronisation", text, pp)
     for shift in fleet.times.step_shifts:
         if shift.change > EXCESS:
-            yield _shifted(shift, "slow_step", f"The step {_went(fleet, shift)}.")
+            add(shift, "slow_step", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)
         text = f"Step times drift: they change by {drifted} from the first step to the last."
         typical = fleet.times.step.p50 if fleet.times.step else 0.0
-        yield (False, -fleet.times.drift * typical), Finding("drift", "slow", text)
+        found.append((False, fleet.times.drift * typical, Finding("drift", "slow", text)))
+    return tuple(finding for _, _, finding in sorted(found, key=lambda entry: (entry[0], -entry[1])))
 
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:
@@ -236,14 +217,11 @@ def run_notes(fleet: Fleet) -> Iterator[str]:
         yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
 
 
-def _when(fleet: Fleet, from_step: int | None, until: int | None) -> str:
-    """Returns from when to when. ``from_step``: None for the first step; ``until``: None if it still lasts."""
-    begin = "the first step" if from_step is None else _about(fleet, from_step)
-    return f"since {begin}" if until is None else f"from {begin} to {_about(fleet, until)}"
-
-
-def _about(fleet: Fleet, step: int) -> str:
-    return f"step {step}" if fleet.width == 1 else f"about step {step}"
+def _when(fleet: Fleet, *ends: int | None) -> str:
+    """Returns from when to when. ``ends``: None for the first step, and if it still lasts."""
+    about = "step" if fleet.width == 1 else "about step"
+    begin, end = (None if step is None else f"{about} {step}" for step in ends)
+    return f"since {begin or 'the first step'}" if end is None else f"from {begin or 'the first step'} to {end}"
 
 
 def _went(fleet: Fleet, shift: Shift) -> str:
