@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     bound: float | None = arguments.fail_above
     if bound is None:
         return 0
-    from megaprof.analysis.report.compare import bound_clause
+    from megaprof.analysis.report.diff import bound_clause
     from megaprof.analysis.report.text import words
 
     for target in diff.targets:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def comparison(before: Path, after: Path) -> Diff:
     """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
-    from megaprof.analysis.report.compare import compare
+    from megaprof.analysis.report.diff import compare
 
     document_before, document_after = _report(before), _report(after)
     try:

@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from megaprof.analysis.report import compare as differences
+from megaprof.analysis.report import diff as differences
 from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport

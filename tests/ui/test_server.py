@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 import pytest
 from starlette.testclient import TestClient
 
-from megaprof.analysis.report.compare import compare, prediction_clause
+from megaprof.analysis.report.diff import compare, prediction_clause
 from megaprof.analysis.report.report import analyze
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

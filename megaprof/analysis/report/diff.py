@@ -1,15 +1,38 @@
-"""Two captures side by side, as data: what `compare` finds, and what the terminal, the page and JSON show."""
+"""Compares two captures, stage by stage, and says in sentences what changed: by more than it usually varies, or not.
+
+A change is *beyond the spread* when the 90 % interval of the difference of both means is above or below 0. The samples
+are steps. If fewer than `FEWEST` steps were captured, the samples are microbatches, for the quantities that
+are known per microbatch (forward, backward, and compute as their sum). If both are too few, the answer is None. Times
+of models with different layers are shown, and no change of them is computed.
+
+If the second capture ran a layout that the what-if of the first one predicted, the change of the step has three parts:
+the change that the prediction expected from the layout, the change of the machine in between, and the rest, which is
+the error of the prediction.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from megaprof.analysis.diagnosis.stages import Basis
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.stages import Basis, Stage, TargetStages
 from megaprof.analysis.notes import Note
-from megaprof.analysis.samples import Interval
+from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.evidence import KINDS
+from megaprof.analysis.report.text.sentences import BASES
+from megaprof.analysis.report.text.what_if import name_of
+from megaprof.analysis.samples import Interval, Spread
+from megaprof.analysis.what_if.layouts import format_layout
+from megaprof.analysis.what_if.what_if import layout_of
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.topology import ParallelSizes
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
+FEWEST = 3
+_Key = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -182,3 +205,312 @@ class Diff:
     """Notes on the second capture."""
     targets: tuple[TargetDiff, ...]
     """Targets that both captures have."""
+
+
+def compare(before: Document, after: Document) -> Diff:
+    """Compares two reports. Raises Unanswerable if they have no target in common."""
+    old, new = _by_key(before), _by_key(after)
+    common = [key for key in old if key in new]
+    if not common:
+        first, second = (", ".join(sorted(words.title(*key) for key in keys)) or "nothing" for keys in (old, new))
+        raise Unanswerable(f"no target is in both: {first} in the first, {second} in the second")
+    return Diff(
+        before=Side(tuple(key for key in old if key not in new), before.of_several, before.warnings),
+        after=Side(tuple(key for key in new if key not in old), after.of_several, after.warnings),
+        targets=tuple(_target(old[key], new[key]) for key in common),
+    )
+
+
+def _by_key(report: Document) -> dict[_Key, TargetReport]:
+    by_key: dict[_Key, TargetReport] = {}
+    for target in report.targets:
+        by_key.setdefault(target.key, target)  # if there are several sizes, the first one counts
+    return by_key
+
+
+def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
+    old = {stage.pp: stage for stage in before.stages}
+    new = {stage.pp: stage for stage in after.stages}
+    alike = before.microbatches is not None and before.microbatches == after.microbatches
+    one_model = same_layers(_layers_by_kind(before), _layers_by_kind(after))
+    layer = _layer(before, after) if one_model else None
+    predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
+    return TargetDiff(
+        target=before.target,
+        role=before.role,
+        before=_target_side(before, after),
+        after=_target_side(after, before),
+        step_time=_difference(before.step_time_ms, after.step_time_ms, one_model),
+        stages=tuple(_stage(pp, old.get(pp), new.get(pp), one_model, alike) for pp in sorted(old.keys() | new.keys())),
+        layer=layer,
+        prediction=_kept(before, after, layer) if predicted else None,
+        causes=_causes(before.diagnosis, after.diagnosis) if one_model else {},
+    )
+
+
+def _layers_by_kind(measured: TargetStages) -> dict[str, int] | None:
+    """Returns how many layers of each kind a model has; None if not all stages say."""
+    chunks = [chunk.holds for stage in measured.stages for chunk in stage.chunks]
+    if len(measured.stages) < measured.sizes.pp or not chunks:
+        return None
+    kinds: Counter[str] = Counter()
+    for holds in chunks:
+        if holds is None or holds.kinds is None:
+            return None
+        kinds.update(holds.kinds)
+    return dict(sorted(kinds.items()))
+
+
+def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
+    return TargetSide(
+        verdict=target.in_brief(surely_in=other.diagnosis).text,
+        schedule=target.schedule,
+        microbatches=target.microbatches,
+        layers=_layers_by_kind(target),
+        sizes=target.sizes,
+        step_time_basis=target.step_time_basis,
+        withheld=target.withheld,
+        warnings=(*target.warnings, *target.what_if.warnings),
+    )
+
+
+def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
+    """Returns the milliseconds of a layer, averaged over all kinds of layers; None if no costs were fitted."""
+    took_ms = []
+    for fitted in (before.what_if.costs, after.what_if.costs):
+        if fitted is None or not fitted.kinds:
+            return None
+        costs = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
+        took_ms.append(sum(cost.forward_ms + cost.backward_ms for cost in costs) / len(fitted.kinds))
+    old, new = took_ms
+    return None if not old or not new else Difference(old, new, new / old - 1.0, None)
+
+
+def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
+    """Returns what the first capture predicted for the layout of the second one, and how that compares with the
+    measurement; None if there is no such prediction."""
+    pieces, old, new = layout_of(after), before.diagnosis, after.diagnosis
+    if pieces is None or pieces == layout_of(before) or old is None or new is None:
+        return None
+    if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
+        return None
+    layout = format_layout(pieces)
+    for prediction in before.what_if.candidates:
+        if prediction.layout == layout:
+            expected = _expected(prediction.step_ms, old, new, layer)
+            error, inside = None, None
+            if expected is not None:
+                error = expected.value / new.step_ms - 1.0
+                told = (expected.high - expected.low) / 2 < abs(old.step_ms - prediction.step_ms.value)
+                inside = expected.holds(new.step_ms) if told and not prediction.speedup.holds(1.0) else None
+            return Kept(
+                what=name_of(prediction, before.what_if),
+                layout=layout,
+                predicted_ms=prediction.step_ms.value,
+                expected_ms=expected,
+                measured_ms=new.step_ms,
+                before_ms=old.step_ms,
+                predicted=prediction.speedup,
+                measured=old.step_ms / new.step_ms,
+                error=error,
+                inside=inside,
+            )
+    return None
+
+
+def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Difference | None) -> Interval | None:
+    """Returns what a predicted step amounts to on another machine, in milliseconds.
+
+    A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
+    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. None if that factor
+    is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout then.
+    """
+    first, second = (
+        _price(cause for cause in diagnosis.causes if KINDS[cause.kind].about == "machine")
+        + Interval.of(diagnosis.rest_ms)
+        for diagnosis in (old, new)
+    )
+    if layer is None or not layer.before or not layer.after or first.value >= step_ms.value:
+        return None
+    return ((step_ms + first * -1.0) * (layer.after / layer.before) + second).clipped(0.0)
+
+
+def _stage(pp: int, before: Stage | None, after: Stage | None, one_model: bool, alike: bool) -> StageDiff:
+    """Compares one stage. ``alike``: both captures have equally many microbatches per step, so a change of the
+    microbatches is a change of the step."""
+    return StageDiff(
+        pp=pp,
+        layers_before=None if before is None else words.layers(chunk.holds for chunk in before.chunks),
+        layers_after=None if after is None else words.layers(chunk.holds for chunk in after.chunks),
+        changes={
+            quantity: _difference(
+                getattr(before, quantity, None),
+                getattr(after, quantity, None),
+                one_model,
+                _microbatches(before, quantity) if alike else [],
+                _microbatches(after, quantity) if alike else [],
+            )
+            for quantity in QUANTITIES
+        },
+    )
+
+
+def _difference(
+    before: Spread | None,
+    after: Spread | None,
+    one_model: bool,
+    old: Sequence[Spread] = (),
+    new: Sequence[Spread] = (),
+) -> Difference:
+    """Compares one quantity. ``old`` and ``new``: the samples of microbatches, used if there are too few steps."""
+    if before is None or after is None or not one_model:
+        return Difference(before.mean if before else None, after.mean if after else None, None, None)
+    fraction = after.mean / before.mean - 1 if before.mean else None
+    more = _grown([before], [after])
+    if more is None and old and new:
+        more = _grown(old, new)
+    if more is None:
+        return Difference(before.mean, after.mean, fraction, None)
+    low, high = (None, None) if fraction is None else (more.low / before.mean, more.high / before.mean)
+    return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
+
+
+def _grown(before: Sequence[Spread], after: Sequence[Spread]) -> Interval | None:
+    """Returns the difference of two sums of means; None if one of the means has too few samples."""
+    if any(spread.count < FEWEST for spread in (*before, *after)):
+        return None
+    signed = [*((spread, -1.0) for spread in before), *((spread, 1.0) for spread in after)]
+    return sum((Interval.of(spread.mean, spread.error) * sign for spread, sign in signed), Interval.of(0.0))
+
+
+def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
+    if before is None or after is None:
+        return {}
+    causes = {}
+    for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
+        old, new = (_price(each for each in side.causes if each.kind == kind) for side in (before, after))
+        change = new.value / old.value - 1.0 if old.value else None
+        causes[kind] = Difference(old.value, new.value, change, not new.meets(old))
+    return causes
+
+
+def _price(causes: Iterable[Cause]) -> Interval:
+    return sum((cause.price for cause in causes), Interval.of(0.0))
+
+
+def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
+    if stage is None:
+        return []
+    forward, backward = stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms
+    spreads = {"forward_ms": [forward], "backward_ms": [backward], "compute_ms": [forward, backward]}.get(quantity, [])
+    return [spread for spread in spreads if spread is not None]
+
+
+def causes_clause(target: TargetDiff) -> str:
+    """Returns a clause that says what costs most before and after."""
+    return f"causes: {target.before.verdict} → {target.after.verdict}"
+
+
+def machine_clause(target: TargetDiff) -> str:
+    """Returns a clause that says whether the machine is the same, from the time of a layer in the quicker passes."""
+    layer = target.layer
+    if not target.same_model:
+        return "whether the machine changed is not known: the captures are of different models"
+    if layer is None:
+        missing = "at least one capture does not show how long a layer takes in the quicker passes"
+        return f"whether the machine changed is not known: {missing}"
+    took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
+    return (
+        f"in the quicker passes, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the "
+        "machine, its load or a setting can change that, but not the layout"
+    )
+
+
+def bound_clause(target: TargetDiff, bound: float) -> str:
+    """Returns a clause that says whether a step is slower by more than ``bound``, how sure that is, and what moved."""
+    step, more = target.step_time, f"more than {words.percent(bound)} slower"
+    if not target.comparable:
+        return f"whether a step is {more} is not known: the steps of both captures do not do the same work"
+    if step.low is None or step.high is None:
+        return f"whether a step is {more} is not certain: it takes three steps in each capture"
+    ends = f"{words.percent(step.change, sign=True)}, between {words.percent(step.low, sign=True)} and "
+    ends += words.percent(step.high, sign=True)
+    slower = target.slower_by(bound)
+    if not slower:
+        return (
+            f"a step is not {more} ({ends})" if slower is False else f"whether a step is {more} is not certain ({ends})"
+        )
+    grown = {
+        kind: (cause.after or 0.0) - (cause.before or 0.0)
+        for kind, cause in target.causes.items()
+        if cause.beyond_spread
+    }
+    kind = max(grown, key=lambda kind: grown[kind], default=None)
+    if kind is None or grown[kind] <= 0.0:
+        return f"a step is surely {more} ({ends}): no cause explains it; {machine_clause(target)}"
+    cause, mostly = target.causes[kind], 2.0 * grown[kind] > (step.after or 0.0) - (step.before or 0.0)
+    moved = f"{kind} cost {words.number(cause.before)} ms and costs {words.number(cause.after)} ms"
+    moved += ", most of the difference" if mostly else ", a part of the difference"
+    return f"a step is surely {more} ({ends}): {moved}"
+
+
+def prediction_clause(kept: Kept) -> str:
+    """Returns a clause with what was predicted for a layout, what was measured, and whether the two agree."""
+    predicted = f"{words.speedup(kept.predicted)} times as fast"
+    measured = f"measured {kept.measured:.2f} times as fast ({words.number(kept.measured_ms)} ms)"
+    steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
+    text = f"{kept.what}: predicted {predicted} ({steps}), {measured}"
+    if kept.expected_ms is None or kept.error is None:
+        return f"{text}; what of that the machine changed is not known"
+    text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
+    off = f"{words.percent(abs(kept.error))} {'above' if kept.error > 0 else 'below'} the measured step"
+    text += f"{words.within(kept.expected_ms)} ms, {off}"
+    if kept.inside is None:
+        return f"{text}, and too uncertain to be proved right or wrong"
+    return f"{text}, {'inside' if kept.inside else 'outside'} its interval"
+
+
+def notes(target: TargetDiff) -> Iterator[str]:
+    """Yields clauses: how the captures of a target differ apart from the times, and the warnings of their reports."""
+    yield from _settings(target)
+    first, second = (
+        [f"no cause of lost time is named: {note.text}" for note in filter(None, [side.withheld])]
+        + [warning.text for warning in side.warnings]
+        for side in (target.before, target.after)
+    )
+    yield from (f"both captures: {note}" for note in first if note in second)
+    for where, notes_of_side, other in (("first", first, second), ("second", second, first)):
+        yield from (f"{where} capture: {note}" for note in notes_of_side if note not in other)
+
+
+def warnings(diff: Diff) -> Iterator[str]:
+    """Yields clauses: the targets that only one capture has, and the warnings of each report as a whole."""
+    sides = (("first", diff.before), ("second", diff.after))
+    for where, side in sides:
+        if side.unpaired:
+            names = ", ".join(words.title(*key) for key in side.unpaired)
+            yield f"{names} only in the {where} capture: not compared"
+    for where, side in sides:
+        if side.of_several is not None:
+            yield f"{where} capture: {side.of_several}"
+        yield from (f"{where} capture: {warning.text}" for warning in side.warnings)
+
+
+def _settings(target: TargetDiff) -> Iterator[str]:
+    before, after = (
+        {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)}
+        for side in (target.before, target.after)
+    )
+    if not target.same_model:
+        old, new = (
+            " + ".join(f"{count} {kind}" for kind, count in (side.layers or {}).items()) or "none"
+            for side in (target.before, target.after)
+        )
+        yield f"layers {old} -> {new}: another model, so no time is compared with that of the other capture"
+    for name in before:
+        if before[name] != after[name]:
+            old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (before, after))
+            yield f"{name} {old} -> {new}: stages and steps do not do the same work"
+    if target.before.step_time_basis != target.after.step_time_basis:
+        old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
+        yield f"step times are not measured alike: {old}; {new}"

@@ -6,7 +6,7 @@ import shlex
 
 from rich.console import Console
 
-from megaprof.analysis.report import compare as differences
+from megaprof.analysis.report import diff as differences
 from megaprof.analysis.report import views
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport

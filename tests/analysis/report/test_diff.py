@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from megaprof.analysis.report import compare as text
-from megaprof.analysis.report.compare import compare
+from megaprof.analysis.report import diff as text
+from megaprof.analysis.report.diff import compare
 from megaprof.analysis.report.document import Document
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show_diff
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_a_capture_is_said(tmp_path):
     for each in (*of_target.warnings, *of_target.what_if.warnings):
         assert any(note.endswith(f"capture: {each.text}") for note in text.notes(only(diff)))
     named = "no cause of lost time is named"
-    assert any(note.startswith(f"{named} in the second capture: 1 of 2 stages") for note in text.notes(only(diff)))
+    assert any(note.startswith(f"second capture: {named}: 1 of 2 stages") for note in text.notes(only(diff)))
     assert compare(whole, read(document(half))).after == diff.after
     assert sum(f"{named}: 1 of 2 stages" in note for note in text.notes(only(compare(half, half)))) == 1
 
