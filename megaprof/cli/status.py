@@ -250,7 +250,7 @@ def _show_table(view: View) -> None:
     """Prints a line per rank, or per stage if there are too many ranks."""
     from rich.console import Console
 
-    from megaprof.analysis.report.printing import show_table
+    from megaprof.analysis.report.terminal import show_table
 
     console = Console(highlight=False)
     if not console.is_terminal:

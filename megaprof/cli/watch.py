@@ -95,7 +95,7 @@ def _table(view: View, cause: str | None, goes: TableView | None, console: Conso
     from rich.console import Group
     from rich.text import Text
 
-    from megaprof.analysis.report.printing import tables
+    from megaprof.analysis.report.terminal import tables
 
     job, summary = view.job, view.summary
     heard = len(view.statuses)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import environment, static
-from megaprof.analysis.report.printing import heading, show_table, text
 from megaprof.analysis.report.tables import Column, TableView, row
+from megaprof.analysis.report.terminal import heading, show_table, text
 from megaprof.analysis.report.text import words
 from megaprof.analysis.samples import Interval
 from megaprof.formats.phrases import counted

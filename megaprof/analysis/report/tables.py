@@ -1,4 +1,4 @@
-"""Tables as data: `printing` prints them on a terminal, and ``templates/table.html`` puts them on a page."""
+"""Tables as data: `terminal` prints them on a terminal, and ``templates/table.html`` puts them on a page."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megaprof.analysis.report.html import environment
-from megaprof.analysis.report.printing import show_table
 from megaprof.analysis.report.tables import Column, TableView, row
+from megaprof.analysis.report.terminal import show_table
 
 
 @given(columns=st.integers(1, 9), rows=st.integers(1, 4), width=st.integers(30, 120))
