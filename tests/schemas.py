@@ -28,7 +28,7 @@ from megaprof.control.request import Outcome
 from megaprof.export.parquet import ExportAnswer
 from megaprof.foreign.report import Foreign
 from megaprof.rehearse.rehearsal import Rehearsal
-from megaprof.tune.state import Tuning
+from megaprof.tune.tuning import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)

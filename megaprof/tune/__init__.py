@@ -16,9 +16,9 @@ from megaprof.config.options import flag
 from megaprof.config.values import parse_limit
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import counted
-from megaprof.tune import state, trial, tuning, words
+from megaprof.tune import trial, tuning, words
 from megaprof.tune.command import without_saving
-from megaprof.tune.state import Trial, Tuning
+from megaprof.tune.tuning import Trial, Tuning
 
 DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
 that layout, and so on, until no layout is certainly 2 % faster. The layout options of Megatron-LM, or of another
@@ -112,7 +112,7 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
     typed_words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    earlier = state.load(args.out)
+    earlier = tuning.load(args.out)
     if earlier is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
     other_command = earlier is not None and bool(typed_words) and tuple(typed_words) != earlier.command
@@ -198,7 +198,7 @@ def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
         current = tuning.completed(current, pending, trial_directory)
         _say_over(current.trials[pending.number - 1])
     current = tuning.upcoming(current, args.out)
-    state.store(args.out, current)
+    tuning.store(args.out, current)
     if (trial_now := current.pending) is not None:
         next_command = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
         print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {next_command}", file=sys.stderr)

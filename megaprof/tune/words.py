@@ -12,11 +12,11 @@ from rich.console import Console
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import environment, static
 from megaprof.analysis.report.tables import Column, TableView, row
-from megaprof.analysis.report.terminal import heading, show_table, text
+from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
 from megaprof.analysis.report.text import words
 from megaprof.analysis.samples import Interval
 from megaprof.formats.phrases import counted
-from megaprof.tune.state import Trial, Tuning
+from megaprof.tune.tuning import Trial, Tuning
 from megaprof.version import __version__
 
 _OUTCOMES = {
@@ -131,8 +131,7 @@ def show(tuning: Tuning, console: Console) -> None:
     """Prints a tuning."""
     heading(console, "Tuning")
     show_table(console, trials(tuning))
-    for line in failures(tuning):
-        console.print(text(f"! {line}", "yellow"))
+    show_warnings(console, failures(tuning))
     for line in assumed(tuning):
         console.print(text(line))
     best = tuning.best

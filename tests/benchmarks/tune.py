@@ -32,7 +32,7 @@ from megaprof import simulate
 from megaprof.analysis.what_if.layouts import Layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
-from megaprof.tune import state, trial, tuning, words
+from megaprof.tune import trial, tuning, words
 from tests.benchmarks.cores import awake
 from tests.tune import job
 
@@ -101,7 +101,7 @@ def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     case = CASES[name]
     given = format_layout(_pieces(case.layers))
     limit = None if case.memory is None else round(case.memory * (1 << 30))
-    tuned = state.Tuning((*case.command(given),), options.steps, 4, memory_limit=limit, depth=case.depth)
+    tuned = tuning.Tuning((*case.command(given),), options.steps, 4, memory_limit=limit, depth=case.depth)
     (out / "tuned").mkdir(parents=True)
     tuned = tuning.run(tuned, out / "tuned", 300.0, lambda _: None, lambda _: None, _say)
     words.show(tuned, Console(stderr=True))
@@ -125,19 +125,19 @@ def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ran(tried: state.Trial) -> tuple[int | None, str | None]:
+def _ran(tried: tuning.Trial) -> tuple[int | None, str | None]:
     """Its stages and its layout: pieces may be stages, or chunks of fewer."""
     return tried.stages, tried.layout
 
 
-def _say(tried: state.Trial) -> None:
+def _say(tried: tuning.Trial) -> None:
     print(f"{tried.what}: {words.milliseconds(tried.step_ms)} ms {tried.why or ''}", file=sys.stderr, flush=True)
 
 
 def _measured(case: Case, layout: str, place: Path, steps: int) -> float:
     place.mkdir(parents=True)
     trial.run(case.command(layout), place.absolute(), steps, 300.0)
-    found = tuning.as_measured(state.Trial(1, (), str(place)), place)
+    found = tuning.as_measured(tuning.Trial(1, (), str(place)), place)
     if found.step_ms is None:
         raise SystemExit(f"{layout}: {found.why}")
     return found.step_ms.value

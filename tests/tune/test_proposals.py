@@ -14,9 +14,18 @@ from megaprof.formats import timeline as format
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.tune import state
-from megaprof.tune.state import Proposal, Trial, Tuning
-from megaprof.tune.tuning import as_measured, best_proposal, completed, upcoming
+from megaprof.tune.tuning import (
+    NAME,
+    Proposal,
+    Trial,
+    Tuning,
+    as_measured,
+    best_proposal,
+    completed,
+    load,
+    store,
+    upcoming,
+)
 from megaprof.tune.words import COLUMNS, failures, sentence, show, trials
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.cli.running import megaprof
@@ -181,9 +190,9 @@ def test_it_stops() -> None:
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
-    (tmp_path / state.NAME).write_text('{"targets": []}')
+    (tmp_path / NAME).write_text('{"targets": []}')
     with pytest.raises(Unanswerable):
-        state.load(tmp_path)
+        load(tmp_path)
 
 
 def ran(directory: Path, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -232,11 +241,11 @@ def test_files_that_were_moved_are_found_again(tmp_path: Path) -> None:
     out, moved = tmp_path / "tuned", tmp_path / "moved"
     out.mkdir()
     command = (sys.executable, *COMMAND[1:])
-    state.store(out, Tuning(command, 9, 1, saving_off=(), trials=(Trial(1, command, "trial-1"),)))
+    store(out, Tuning(command, 9, 1, saving_off=(), trials=(Trial(1, command, "trial-1"),)))
     moved.mkdir()
     ran(moved, (6, 2))
     assert megaprof("tune", "--next", moved, "--out", out).returncode == 0
-    found = state.load(out)
+    found = load(out)
     assert found is not None
     assert (found.trials[0].outcome, out / found.trials[0].directory) == ("measured", moved)
 

@@ -22,7 +22,7 @@ from megaprof.control.directory import names_of
 from megaprof.formats.job import CONTROL, STATUS
 from megaprof.formats.names import SHARD_RANKS
 from megaprof.tune import trial, tuning
-from megaprof.tune.state import Trial, Tuning, load, store
+from megaprof.tune.tuning import Trial, Tuning, load, store
 from tests import programs
 from tests.cli.running import megaprof
 
