@@ -113,9 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Prints one line to ``file``, by default to standard output. Names come from files, so control characters are
-    replaced: none of them reaches the terminal."""
-    print("".join(character if character.isprintable() else "\ufffd" for character in line), file=file, flush=True)
+    """Prints one line to ``file``, by default to standard output, without control characters."""
+    print(printable(line), file=file, flush=True)
 
 
 def print_json(answer: object) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _AXES = ("tp", "pp", "cp", "ep")
+#: What a file holds, by the option that names it, if it is an older report, which may be overwritten.
+_MARKS = {"--json": ('"version"', '"targets"'), "--html": ("<!DOCTYPE html>", "<title>megaprof: ")}
 EXAMPLES = (
     "megaprof report traces",
     "megaprof report traces --open",
@@ -121,14 +123,20 @@ def report_directory(
 
     from megaprof.analysis.report.terminal import show
 
-    _refuse_to_lose("--json", json_file, ('"version"', '"targets"'))
-    _refuse_to_lose("--html", html_file, ("<!DOCTYPE html>", "<title>megaprof: "))
+    files = {option: path for option, path in (("--json", json_file), ("--html", html_file)) if path is not None}
+    for option, path in files.items():
+        _refuse_to_lose(option, path)
     report = report_on(directory, number, sizes, workers)
     # Files are written before anything is printed, because the reader of the output (head, less) may leave early. If a
     # file cannot be written, the report is still printed.
-    fault = _write_files(report, json_file, html_file)
+    fault = None
+    for option, path in files.items():
+        try:
+            _write(option, path, report)
+        except CommandError as why:
+            fault = why
     if as_json:
-        sys.stdout.write(_json(report))
+        sys.stdout.write(_json(report).decode())
     else:
         show(report, Console(highlight=False))
     if fault is not None:
@@ -172,43 +180,32 @@ def report_on(
     return report if last is None else report.with_standstill(*last)
 
 
-def _json(report: Report) -> str:
-    return msgspec.json.format(report.json(), indent=2).decode() + "\n"
-
-
-def _html(report: Report) -> str:
-    from megaprof.analysis.report.html import page
-
-    return page(report, report.steps())
-
-
-def _refuse_to_lose(option: str, path: Path | None, marks: tuple[str, str]) -> None:
-    """Raises UsageError if ``path`` is a file that must not be overwritten: anything but an older report, which has all
-    ``marks``."""
-    if path is not None and path.is_dir():
+def _refuse_to_lose(option: str, path: Path) -> None:
+    """Raises UsageError if ``path`` is a file that must not be overwritten: anything but an older report."""
+    if path.is_dir():
         raise UsageError(f"{option} {path} is a directory, not a file")
-    if path is None or not path.is_file() or path.stat().st_size == 0:
+    if not path.is_file() or path.stat().st_size == 0:
         return
     try:
         content = read_input(path)
     except (OSError, ValueError):
         content = b""
-    if not all(mark.encode() in content for mark in marks):
+    if not all(mark.encode() in content for mark in _MARKS[option]):
         raise UsageError(f"{option} {path} exists and is not a report by megaprof, so it is not overwritten")
 
 
-def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> CommandError | None:
-    """Writes the files. Returns the error if one of them could not be written."""
-    try:
-        for option, path, text in (("--json", json_file, _json), ("--html", html_file, _html)):
-            if path is not None:
-                content = text(report).encode()
-                with writing(option, path):
-                    if path.exists() and not path.is_file():  # a device, or a pipe
-                        path.write_bytes(content)
-                    else:
-                        with appearing(path, sync=False) as file:
-                            file.write(content)
-    except CommandError as fault:
-        return fault
-    return None
+def _write(option: str, path: Path, report: Report) -> None:
+    """Writes the report as the ``option`` says. Raises CommandError if the file cannot be written."""
+    from megaprof.analysis.report.html import page
+
+    content = page(report, report.steps()).encode() if option == "--html" else _json(report)
+    with writing(option, path):
+        if path.exists() and not path.is_file():  # a device, or a pipe
+            path.write_bytes(content)
+        else:
+            with appearing(path, sync=False) as file:
+                file.write(content)
+
+
+def _json(report: Report) -> bytes:
+    return msgspec.json.format(report.json(), indent=2) + b"\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
-from megaprof.analysis.report.tables import Column, Row, TableView, row
+from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.words import number, percent, ranks
@@ -256,29 +256,22 @@ def _show_table(view: View) -> None:
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)  # a line stays one for the next command
     console.print()
-    by_rank = view.job.run.world <= _LINES
-    keys = ("rank", "stage") if by_rank else ("stage", "rank count")
-    columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("passes, ms"), Column("where", "text")
-    rows = _ranks(view) if by_rank else _stages(view)
-    timed = any(status.step_ms is not None for status in view.statuses.values())
-    title = "medians of each rank's last steps" if timed else ""
-    show_table(console, TableView(title, columns, tuple(rows)), _LINES)
-
-
-def _ranks(view: View) -> Iterator[Row]:
-    for rank, status in sorted(view.statuses.items()):
-        known = rank, status.coords["pp"], status.last_step(), number(status.step_ms), number(status.compute_ms)
-        yield row(*known, _where([status], view.now))
-
-
-def _stages(view: View) -> Iterator[Row]:
-    """Yields a row per stage, with the figures that every other view of the job shows (`metrics.figures`)."""
-    for stage in view.summary.stages:
+    rows = []
+    if by_rank := view.job.run.world <= _LINES:
+        for rank, status in sorted(view.statuses.items()):
+            times = number(status.step_ms), number(status.compute_ms)
+            rows.append(row(rank, status.coords["pp"], status.last_step(), *times, _where([status], view.now)))
+    for stage in () if by_rank else view.summary.stages:
         members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]
         steps = [step for status in members if (step := status.last_step()) is not None]
         shown = f"{min(steps)}-{max(steps)}" if len({*steps}) > 1 else next(iter(steps), None)
         times = number(stage.step_ms), number(stage.compute_ms)
-        yield row(stage.pp, stage.ranks, shown, *times, _where(members, view.now))
+        rows.append(row(stage.pp, stage.ranks, shown, *times, _where(members, view.now)))
+    keys = ("rank", "stage") if by_rank else ("stage", "rank count")
+    columns = *map(Column, (*keys, "step")), Column("step, ms"), Column("passes, ms"), Column("where", "text")
+    timed = any(status.step_ms is not None for status in view.statuses.values())
+    title = "medians of each rank's last steps" if timed else ""
+    show_table(console, TableView(title, columns, tuple(rows)), _LINES)
 
 
 def _where(members: list[RankStatus], now: float) -> str:

@@ -45,8 +45,9 @@ def ago(seconds: float) -> str:
 
 
 def printable(value: str) -> str:
-    """Returns `value` with a space for each character that would control a terminal."""
-    return "".join(character if character.isprintable() else " " for character in value)
+    """Returns `value` without the characters that would control a terminal, and that HTML forbids: names come from
+    files. White space becomes a space, and each other one a question mark in a box (U+FFFD)."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in value)
 
 
 def json_of(value: object, enc_hook: Callable[[Any], Any] | None = None) -> bytes:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megaprof.analysis.report.text.words import within
 from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.run import resolve
@@ -158,7 +159,7 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     end_what_runs()
 
     def begun(now: Trial) -> None:
-        predicted = f", predicted {words.milliseconds(now.proposal.step_ms)} ms" if now.proposal else ""
+        predicted = f", predicted {within(now.proposal.step_ms)} ms" if now.proposal else ""
         log = args.out / now.directory / trial.LOG
         print(f"Trial {now.number}: {now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
 
@@ -215,5 +216,5 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {words.milliseconds(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
+        print(f"  {within(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
         print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)

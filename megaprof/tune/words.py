@@ -14,7 +14,6 @@ from megaprof.analysis.report.html import environment, static
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
 from megaprof.analysis.report.text import words
-from megaprof.analysis.samples import Interval
 from megaprof.formats.phrases import counted
 from megaprof.tune.tuning import Trial, Tuning
 from megaprof.version import __version__
@@ -86,7 +85,7 @@ def _depth(tuning: Tuning) -> str | None:
         return f"the depth stays: {half}"
     if half is None or any(trial.proposal == half for trial in tuning.trials):
         return None
-    return f"the depth stays: {half.what} would take {milliseconds(half.step_ms)} ms"
+    return f"the depth stays: {half.what} would take {words.within(half.step_ms)} ms"
 
 
 def trials(tuning: Tuning) -> TableView:
@@ -96,10 +95,10 @@ def trials(tuning: Tuning) -> TableView:
         (
             str(trial.number),
             trial.what,
-            milliseconds(trial.step_ms),
-            milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
+            words.within(trial.step_ms),
+            words.within(trial.proposal.step_ms if trial.proposal else None),
             most(trial.memory),
-            most(trial.proposal.memory) if trial.proposal else words.ABSENT,
+            most(trial.proposal.memory if trial.proposal else None),
             words.speedup(first_step.over(trial.step_ms, RERUN))
             if trial.proposal and first_step and trial.step_ms
             else words.ABSENT,
@@ -115,11 +114,6 @@ def command_line(tuning: Tuning) -> str | None:
     """Returns the best command, for a shell; None if the given one is the best."""
     result = tuning.result
     return None if result is None or result.command == tuning.command else shlex.join(result.command)
-
-
-def milliseconds(step: Interval | None) -> str:
-    """Returns a step with its interval."""
-    return words.ABSENT if step is None else words.within(step)
 
 
 def most(memory: tuple[int, ...] | None) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 
 from megaprof import simulate
+from megaprof.analysis.report.text.words import within
 from megaprof.analysis.what_if.layouts import Layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
@@ -131,7 +132,7 @@ def _ran(tried: tuning.Trial) -> tuple[int | None, str | None]:
 
 
 def _say(tried: tuning.Trial) -> None:
-    print(f"{tried.what}: {words.milliseconds(tried.step_ms)} ms {tried.why or ''}", file=sys.stderr, flush=True)
+    print(f"{tried.what}: {within(tried.step_ms)} ms {tried.why or ''}", file=sys.stderr, flush=True)
 
 
 def _measured(case: Case, layout: str, place: Path, steps: int) -> float:

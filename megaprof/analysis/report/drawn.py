@@ -190,45 +190,23 @@ def _kind(name: str) -> str:
     return PHASES[name][0] if name in PHASES else name if name in _KINDS else "exchange"
 
 
-@dataclass(frozen=True)
-class Scatter:
-    """Microbatches by the lengths of their sequences and the time they take."""
-
-    dots: tuple[tuple[float, float, float], ...]
-    """One entry per microbatch: distance from the left, distance from the top as measured, and distance from the top as
-    the lengths predict."""
-    widest: float
-    """Sum of squared lengths at the right end."""
-    longest: float
-    """Longest time in milliseconds; it is drawn near the top."""
-
-
-def scatter(lengths: Lengths) -> Scatter:
-    """Returns the scatter plot of ``lengths``, in the units of `WIDTH` and `HEIGHT`."""
+def scatter(lengths: Lengths) -> tuple[list[tuple[float, float, float]], float, float]:
+    """Returns the scatter plot of ``lengths``, in the units of `WIDTH` and `HEIGHT`: for each microbatch its distance
+    from the left, from the top as measured, and from the top as the lengths predict; the sum of squared lengths at the
+    right end; and the longest time in milliseconds, which is near the top."""
     widest = max(squares for squares, _, _ in lengths.drawn)
     longest = max(max(measured, by_work) for _, measured, by_work in lengths.drawn)
 
     def top(ms: float) -> float:
         return HEIGHT * (1.0 - 0.95 * ms / longest)
 
-    dots = tuple((0.98 * WIDTH * squares / widest, top(ms), top(by_work)) for squares, ms, by_work in lengths.drawn)
-    return Scatter(dots, widest, longest)
+    dots = [(0.98 * WIDTH * squares / widest, top(ms), top(by_work)) for squares, ms, by_work in lengths.drawn]
+    return dots, widest, longest
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve of the step time over the run."""
-
-    lines: tuple[str, ...]
-    """Points of each stretch without a gap, in the syntax of SVG."""
-    marks: tuple[tuple[int, float], ...]
-    """Steps from which on something is slow, each with its distance from the left."""
-    top: float
-    """Milliseconds at the upper end of the axis."""
-
-
-def curve(fleet: Fleet, causes: Iterable[Cause]) -> Curve | None:
-    """Returns the step time over the run, with a mark where something became slow; None if fewer than two points are
+def curve(fleet: Fleet, causes: Iterable[Cause]) -> tuple[tuple[str, ...], list[tuple[int, float]], float] | None:
+    """Returns the step time over the run: its `polylines`; the steps from which on something is slow, each with its
+    distance from the left; and the milliseconds at the upper end of the axis. None if fewer than two points are
     known."""
     times = [ms for ms in fleet.times.step_ms if ms is not None]
     if len(times) < 2 or max(times) <= 0:
@@ -239,8 +217,7 @@ def curve(fleet: Fleet, causes: Iterable[Cause]) -> Curve | None:
     lines = polylines(((step - begin) / span, share) for step, share in zip(fleet.buckets, shares, strict=True))
     onsets = {cause.since for cause in causes if cause.since is not None}
     onsets |= {shift.step for shift in fleet.shifts if shift.change > 0}
-    marks = tuple((step, (step - begin) / span * WIDTH) for step in sorted(onsets))
-    return Curve(lines, marks, top)
+    return lines, [(step, (step - begin) / span * WIDTH) for step in sorted(onsets)], top
 
 
 def polylines(points: Iterable[tuple[float, float | None]]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from megaprof.analysis.report import views
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
 from megaprof.analysis.report.text import causes, sentences, what_if, words
+from megaprof.formats.phrases import printable
 from megaprof.version import __version__
 
 
@@ -75,7 +76,7 @@ def environment(*packages: str) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_printable,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
     made.globals |= {"causes": causes, "drawings": drawings, "light": light, "predictions": what_if}
     made.globals |= {"sentences": sentences, "shell": shlex.join, "views": views, "words": words}
@@ -87,13 +88,6 @@ def light(text: str) -> Markup:
     there is none, the first space."""
     number, space, error = text.partition("\n" if "\n" in text else " ")
     return Markup("{}<small class=error> {}</small>").format(number, error) if space else Markup("{}").format(number)
-
-
-def _printable(value: object) -> object:
-    """Returns a value as text, with control characters replaced. Markup stays as it is."""
-    if isinstance(value, Markup):
-        return value
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
 
 
 def date(seconds: float) -> str:

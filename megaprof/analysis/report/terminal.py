@@ -20,6 +20,7 @@ from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
+from megaprof.formats.phrases import printable
 
 STYLES = {"slow": "bold red", "open": "", "fine": "green", "most": "bold", "": ""}
 _MOST_TRACES = 8
@@ -135,9 +136,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
 
 
 def text(content: str, style: str = "") -> Text:
-    """Returns text that is safe to print. Names come from files, so their markup and control characters must not reach
-    the terminal."""
-    return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in content), style)
+    """Returns text that is safe to print: markup and control characters in it do not reach the terminal."""
+    return Text("\n".join(map(printable, content.split("\n"))), style)
 
 
 def heading(console: Console, title: str) -> None:

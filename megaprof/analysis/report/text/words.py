@@ -32,9 +32,9 @@ def speedup(factor: Interval) -> str:
     return f"{factor.value:.2f} ({factor.low:.2f} to {factor.high:.2f})"
 
 
-def within(ms: Interval) -> str:
-    """Returns milliseconds and their interval: ``806 (775 to 842)``."""
-    return f"{number(ms.value)} ({number(ms.low)} to {number(ms.high)})"
+def within(ms: Interval | None) -> str:
+    """Returns milliseconds and their interval: ``806 (775 to 842)``; ``-`` for None."""
+    return ABSENT if ms is None else f"{number(ms.value)} ({number(ms.low)} to {number(ms.high)})"
 
 
 def ratio(value: float | None) -> str:
