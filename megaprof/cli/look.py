@@ -55,7 +55,6 @@ class View:
 
     @cached_property
     def summary(self) -> Summary:
-        """The figures of the job and its stages."""
         return summarise(self.job.run, self.statuses.values())
 
     @cached_property
@@ -142,7 +141,6 @@ class View:
 
     @property
     def heard(self) -> list[int]:
-        """The ranks that give signs of life, ascending."""
         return sorted(rank for rank, status in self.statuses.items() if not status.late(self.now))
 
 
@@ -196,7 +194,6 @@ def _standstill(
 
 
 def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
-    """Returns the ranks that the others wait for, and where they stand."""
     found = []
     for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
         place = (status.part,) if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
@@ -251,7 +248,6 @@ def verdict(view: View) -> str | None:
 
 
 def slow_sentence(slow: SlowRanks) -> str:
-    """Returns a sentence about ranks that are slower than their peers."""
     several = len(slow.ranks) > 1
     who = f"{capital(ranks(sorted(slow.ranks)))} (stage {slow.stage}) compute{'s' * (not several)}"
     since = "" if slow.since is None else f", since step {slow.since}"
@@ -259,7 +255,6 @@ def slow_sentence(slow: SlowRanks) -> str:
 
 
 def cores_sentence(waits: Mapping[int, float]) -> str:
-    """Returns a sentence about ranks that wait for a processor core."""
     first, most = next(iter(waits.items()))
     # As in the report: a rank that waits far less than the first one is not worth looking at.
     named = sorted(rank for rank, part in waits.items() if part >= most / 2)
@@ -271,7 +266,6 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
 
 
 def host_sentence(waits: HostBound) -> str:
-    """Returns a sentence about stages whose GPUs wait for their host."""
     several = len(waits.stages) > 1
     who = f"that of stage {waits.stages[0]}" if several else "it"
     since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
@@ -381,7 +375,6 @@ def stages_table(view: View) -> TableView:
 
 
 def slow_ranks_table(view: View) -> TableView:
-    """Returns the slow ranks of the stages where they are slowest."""
     rows = [
         row(slow.ranks[0], slow.stage, number(slow.compute_ms), number(slow.peers_ms), f"{slow.ratio:.1f}")
         for slow in view.slow_of_stages[:_SLOWEST]

@@ -151,7 +151,6 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
 
 
 def answer(view: View) -> StatusAnswer:
-    """Returns the answer that ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     hang = _collectives(view)
     return StatusAnswer(

@@ -148,7 +148,6 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 
 
 def in_words(answer: WhatIfAnswer) -> list[str]:
-    """Returns an answer as lines of text."""
     from megaprof.analysis.report.text.what_if import AS_CAPTURED, times_as_fast
     from megaprof.analysis.report.text.words import number, percent, title, within
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, UNSEEN_AXIS, Note
 from megaprof.analysis.report.tables import Cell, Column, Section, TableView, row
 from megaprof.analysis.report.text.notes import clause, with_texts
-from megaprof.analysis.report.text.words import number, percent, some
+from megaprof.analysis.report.text.words import number, percent, spans
 from megaprof.analysis.samples import CERTAIN
 from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
@@ -328,7 +328,7 @@ def _tables(foreign: Foreign) -> list[TableView]:
         of_stage = stage.forward_ms, stage.backward_ms, stage.microbatch_ms, stage.step_ms, stage.exchange_ms
         share = percent(stage.exchange_ms / stage.step_ms if stage.step_ms else None)
         which = f"{stage.stage} of {stage.stages}{f', {stage.folder}' if stage.folder else ''}"
-        stages.append(row(which, some(stage.ranks), stage.microbatches, *map(number, of_stage), share))
+        stages.append(row(which, spans(stage.ranks, 4), stage.microbatches, *map(number, of_stage), share))
     windows = [row(window, folder) for window, folder in folders.items() if folder]
     named = Column("rank", "name"), *([Column("window")] if several else [])
     of_stages = Column("stage", "name"), Column("ranks", "name"), *_OF_STAGE

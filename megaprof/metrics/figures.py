@@ -131,7 +131,6 @@ class _Stage(NamedTuple):
 
 
 def _stages(statuses: Iterable[RankStatus]) -> dict[int, _Stage]:
-    """Returns the stages of some ranks, by pipeline rank."""
     by_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         by_stage.setdefault(status.coords["pp"], []).append(status)

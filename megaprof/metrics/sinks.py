@@ -84,7 +84,6 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 
 def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Sink]]:
-    """Yields the sinks of the host, by name."""
     if (writer := host.tensorboard) is not None:
         yield (
             "TensorBoard",
@@ -129,7 +128,6 @@ def check_prometheus(path: str | None) -> None:
 
 
 def _labels(summary: Summary, role: str | None) -> dict[str, str]:
-    """Returns the role and the target of the figures, as far as they are known."""
     return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
 
 
@@ -217,7 +215,6 @@ class Overview:
             self._otel(None)
 
     def _sinks(self) -> Iterator[tuple[str, Sink]]:
-        """Yields the sinks that there are now, by name."""
         host = self._writers()
         yield from host_sinks(host, self._role)
         if self._prometheus is not None:

@@ -55,8 +55,6 @@ _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot alloc
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended."""
-
     outcome: Literal["enough", "exited", "out_of_memory", "time_limit"]
     """``enough``: all ranks made their steps; ``exited``: it ended before that; ``out_of_memory``; ``time_limit``."""
     code: int | None = None
@@ -170,7 +168,6 @@ def running(directory: Path) -> list[int]:
 
 
 def _explained(ended: Ended, log: Path) -> Ended:
-    """Returns how the trial ended, with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
     with log.open("rb") as file:

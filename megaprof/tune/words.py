@@ -122,7 +122,6 @@ def most(memory: tuple[int, ...] | None) -> str:
 
 
 def show(tuning: Tuning, console: Console) -> None:
-    """Prints a tuning."""
     heading(console, "Tuning")
     show_table(console, trials(tuning))
     show_warnings(console, failures(tuning))

@@ -232,14 +232,15 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     old = {stage.pp: stage for stage in before.stages}
     new = {stage.pp: stage for stage in after.stages}
     alike = before.microbatches is not None and before.microbatches == after.microbatches
-    one_model = same_layers(_layers_by_kind(before), _layers_by_kind(after))
+    sides = _target_side(before, after), _target_side(after, before)
+    one_model = same_layers(sides[0].layers, sides[1].layers)
     layer = _layer(before, after) if one_model else None
     predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
     return TargetDiff(
         target=before.target,
         role=before.role,
-        before=_target_side(before, after),
-        after=_target_side(after, before),
+        before=sides[0],
+        after=sides[1],
         step_time=_difference(before.step_time_ms, after.step_time_ms, one_model),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), one_model, alike) for pp in sorted(old.keys() | new.keys())),
         layer=layer,
@@ -407,7 +408,6 @@ def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
 
 
 def causes_clause(target: TargetDiff) -> str:
-    """Returns a clause that says what costs most before and after."""
     return f"causes: {target.before.verdict} → {target.after.verdict}"
 
 

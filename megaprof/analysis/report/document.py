@@ -69,7 +69,6 @@ class TargetReport(TargetStages):
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """Returns the target and the role."""
         return self.target, self.role
 
     @property
@@ -171,7 +170,6 @@ class Report(Document):
         return {key: step for key, step in drawn_steps.items() if step.rows}
 
     def json(self) -> bytes:
-        """Returns the document as JSON."""
         document = Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)})
         return json_of(document, plain_number)
 

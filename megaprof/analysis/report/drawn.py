@@ -58,8 +58,6 @@ class Row:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step of one target."""
-
     step: int
     rows: tuple[Row, ...]
     """One row for every captured stage and slow rank, by pipeline rank."""
@@ -70,7 +68,6 @@ class StepTimeline:
 
     @property
     def ms(self) -> float:
-        """Returns how long it is, in milliseconds."""
         begins, ends = ([row.extent[end] + row.offset_ns for row in self.rows] for end in (0, 1))
         return (max(ends) - min(begins)) / 1e6
 

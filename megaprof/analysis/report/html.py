@@ -99,5 +99,4 @@ def date(seconds: float) -> str:
 
 
 def static(name: str) -> str:
-    """Returns the content of the script or the style sheet."""
     return (files("megaprof.analysis.report") / "static" / name).read_text(encoding="utf-8")

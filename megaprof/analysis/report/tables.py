@@ -15,8 +15,6 @@ Emphasis = Literal["", "most", "slow", "fine"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table."""
-
     name: str
     """Its head; a line break is one on a terminal only."""
     kind: Literal["number", "name", "text", "bars"] = "number"
@@ -53,16 +51,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One row: a cell for each column."""
-
     cells: tuple[Cell, ...]
     emphasis: Emphasis = ""
 
 
 @dataclass(frozen=True)
 class TableView:
-    """One table."""
-
     title: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -92,7 +86,6 @@ class Section:
 
 
 def row(*cells: str | int | Cell | None, emphasis: Emphasis = "") -> Row:
-    """Returns a row of these cells; None is ``-``."""
     texts = (ABSENT if cell is None else cell for cell in cells)
     return Row(tuple(cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in texts), emphasis)
 

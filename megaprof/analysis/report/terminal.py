@@ -71,7 +71,6 @@ def show(report: Report, console: Console) -> None:
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Prints a table for every target that both captures have."""
     for target in diff.targets:
         heading(console, title(target.target, target.role))
         step = target.step_time

@@ -23,7 +23,7 @@ from megaprof.analysis.report.text.words import (
     percent,
     ratio,
     reach,
-    some,
+    spans,
     speedup,
     with_spread,
     within,
@@ -42,7 +42,6 @@ _PERCENTILES = ("p50", "p95", "p99", "max")
 
 
 def targets_table(report: Report) -> TableView:
-    """Returns a row for each target of a report, with its verdict."""
     columns = Column("target", "text"), Column("role", "text"), Column("verdict", "text"), Column("imbalance")
     rows = []
     for place, target in enumerate(report.targets):
@@ -125,7 +124,7 @@ def target_tables(target: TargetReport) -> list[TableView]:
 
 
 def _key(stage: Stage) -> tuple[str, str, str]:
-    return str(stage.pp), some(stage.ranks), layers(chunk.holds for chunk in stage.chunks)
+    return str(stage.pp), spans(stage.ranks, 4), layers(chunk.holds for chunk in stage.chunks)
 
 
 def _steps(target: TargetReport) -> TableView:
@@ -307,8 +306,6 @@ def what_if_table(predictions: WhatIf) -> TableView | None:
 
 
 def diff_table(target: TargetDiff) -> TableView:
-    """Returns the stages of a target before and after."""
-
     def bar(stage: StageDiff, side: str) -> tuple[Piece, ...]:
         times = {kind: getattr(stage.changes[f"{kind}_ms"], side) for kind in ("compute", "bubble")}
         return stacked((kind, ms, f"{side}: {kind} {number(ms)} ms") for kind, ms in times.items())
@@ -326,7 +323,6 @@ def diff_table(target: TargetDiff) -> TableView:
 
 
 def before_and_after(change: Difference) -> str:
-    """Returns a quantity of both captures."""
     return f"{number(change.before)} → {number(change.after)}"
 
 

@@ -22,7 +22,6 @@ def with_texts(notes: Iterable[Note]) -> tuple[Note, ...]:
 
 
 def with_text(note: Note | None) -> Note | None:
-    """Returns a note with its text filled in; None for None."""
     return None if note is None else replace(note, text=clause(note))
 
 

@@ -116,11 +116,6 @@ def spans(numbers: Iterable[int], most: int | None = None) -> str:
     return listed(parts, len(parts) if most is None else most)
 
 
-def some(numbers: Sequence[int]) -> str:
-    """Returns the first four numbers: ``0, 8, 16, 24, ...``."""
-    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
-
-
 def layers(chunks: Iterable[ModelChunk | None]) -> str:
     """Returns what some chunks hold: the sum of their layers, and what else they hold. ``?`` if it is not known.
 
