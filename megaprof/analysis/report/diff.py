@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.stages import Basis, Stage, TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.document import Document, TargetReport
@@ -327,7 +327,7 @@ def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Differen
     is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout then.
     """
     first, second = (
-        _price(cause for cause in diagnosis.causes if KINDS[cause.kind].about == "machine")
+        _total(cause.price for cause in diagnosis.causes if KINDS[cause.kind].about == "machine")
         + Interval.of(diagnosis.rest_ms)
         for diagnosis in (old, new)
     )
@@ -380,8 +380,8 @@ def _grown(before: Sequence[Spread], after: Sequence[Spread]) -> Interval | None
     """Returns the difference of two sums of means; None if one of the means has too few samples."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
-    signed = [*((spread, -1.0) for spread in before), *((spread, 1.0) for spread in after)]
-    return sum((Interval.of(spread.mean, spread.error) * sign for spread, sign in signed), Interval.of(0.0))
+    old, new = (_total(Interval.of(spread.mean, spread.error) for spread in spreads) for spreads in (before, after))
+    return new + old * -1.0
 
 
 def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
@@ -389,14 +389,14 @@ def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Diff
         return {}
     causes = {}
     for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
-        old, new = (_price(each for each in side.causes if each.kind == kind) for side in (before, after))
+        old, new = (_total(each.price for each in side.causes if each.kind == kind) for side in (before, after))
         change = new.value / old.value - 1.0 if old.value else None
         causes[kind] = Difference(old.value, new.value, change, not new.meets(old))
     return causes
 
 
-def _price(causes: Iterable[Cause]) -> Interval:
-    return sum((cause.price for cause in causes), Interval.of(0.0))
+def _total(values: Iterable[Interval]) -> Interval:
+    return sum(values, Interval.of(0.0))
 
 
 def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
@@ -413,12 +413,10 @@ def causes_clause(target: TargetDiff) -> str:
 
 def machine_clause(target: TargetDiff) -> str:
     """Returns a clause that says whether the machine is the same, from the time of a layer in the quicker passes."""
-    layer = target.layer
-    if not target.same_model:
-        return "whether the machine changed is not known: the captures are of different models"
-    if layer is None:
-        missing = "at least one capture does not show how long a layer takes in the quicker passes"
-        return f"whether the machine changed is not known: {missing}"
+    if (layer := target.layer) is None:
+        why = "at least one capture does not show how long a layer takes in the quicker passes"
+        why = why if target.same_model else "the captures are of different models"
+        return f"whether the machine changed is not known: {why}"
     took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
     return (
         f"in the quicker passes, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}); the "
@@ -436,10 +434,10 @@ def bound_clause(target: TargetDiff, bound: float) -> str:
     ends = f"{words.percent(step.change, sign=True)}, between {words.percent(step.low, sign=True)} and "
     ends += words.percent(step.high, sign=True)
     slower = target.slower_by(bound)
+    if slower is None:
+        return f"whether a step is {more} is not certain ({ends})"
     if not slower:
-        return (
-            f"a step is not {more} ({ends})" if slower is False else f"whether a step is {more} is not certain ({ends})"
-        )
+        return f"a step is not {more} ({ends})"
     grown = {
         kind: (cause.after or 0.0) - (cause.before or 0.0)
         for kind, cause in target.causes.items()
@@ -485,12 +483,10 @@ def notes(target: TargetDiff) -> Iterator[str]:
 
 def warnings(diff: Diff) -> Iterator[str]:
     """Yields clauses: the targets that only one capture has, and the warnings of each report as a whole."""
-    sides = (("first", diff.before), ("second", diff.after))
-    for where, side in sides:
+    for where, side in (("first", diff.before), ("second", diff.after)):
         if side.unpaired:
             names = ", ".join(words.title(*key) for key in side.unpaired)
             yield f"{names} only in the {where} capture: not compared"
-    for where, side in sides:
         if side.of_several is not None:
             yield f"{where} capture: {side.of_several}"
         yield from (f"{where} capture: {warning.text}" for warning in side.warnings)
