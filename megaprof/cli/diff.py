@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, print_json, say
-from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli import UNWELL, CommandError, add_input_option, heed_input_option, print_json, say
 from megaprof.formats.inputs import Unreachable, place
 from megaprof.formats.phrases import Unanswerable
 

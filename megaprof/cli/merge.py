@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UsageError, print_json, say
-from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.cli import UsageError, add_input_option, heed_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import of_several
 

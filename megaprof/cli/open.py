@@ -22,8 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
-from megaprof.cli import CommandError, say
-from megaprof.cli.inputs import heed_input_option
+from megaprof.cli import CommandError, heed_input_option, say
 from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import local_copy, open_input
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megaprof.cli import CommandError, UsageError
-from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option, progress, writing
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing

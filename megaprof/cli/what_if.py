@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.cli import CommandError, UsageError, print_json, say
-from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option, print_json, say
 from megaprof.formats.inputs import place
 
 if TYPE_CHECKING:

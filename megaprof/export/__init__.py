@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, print_json, say
-from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.cli import (
+    CommandError,
+    UsageError,
+    add_input_option,
+    heed_input_option,
+    print_json,
+    progress,
+    say,
+    writing,
+)
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import counted
 

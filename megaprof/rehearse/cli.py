@@ -11,8 +11,7 @@ import msgspec
 
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.html import page
-from megaprof.cli import UsageError
-from megaprof.cli.inputs import writing
+from megaprof.cli import UsageError, writing
 from megaprof.cli.run import resolve
 from megaprof.formats.names import appearing
 from megaprof.rehearse import links, rehearsal

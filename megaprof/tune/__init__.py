@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaprof.analysis.report.text.words import within
-from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
-from megaprof.cli.inputs import progress, writing
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json, progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag
 from megaprof.config.values import parse_limit

@@ -8,8 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError
-from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option
 from megaprof.cli.open import browser_is_here, forwarding, opened_in_browser
 from megaprof.formats.phrases import printable
 

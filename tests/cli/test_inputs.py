@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.cli import COMMANDS, CommandError, main
-from megaprof.cli.inputs import writing
+from megaprof.cli import COMMANDS, CommandError, main, writing
 
 NAME = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000"
 
