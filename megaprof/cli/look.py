@@ -278,26 +278,28 @@ def waiting_clauses(view: View) -> Iterator[str]:
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.rank not in view.statuses]
     known = [(culprit, view.statuses[culprit.rank]) for culprit in culprits if culprit.rank in view.statuses]
-    silent = [(culprit, status) for culprit, status in known if culprit.silent]
-    guilty = [(culprit, status) for culprit, status in known if not culprit.silent]
+    silent, guilty = ([_waited_for(*each) for each in known if each[0].silent is said] for said in (True, False))
     if not view.blame.stuck and not silent and not unheard and view.silence is None:
         return
-    for culprit, status in silent[:_CULPRITS]:
-        what = f"has given no sign of life for {ago(culprit.for_s)}"
-        if culprit.gone:
-            what = "is gone: the process does not exist any more"
-        yield f"{_who(status)} {what}; it was last seen {_place(status)}{_waiting(culprit)}"
+    yield from silent[:_CULPRITS]
     if unheard:
         yield f"no status at all from {counted(len(unheard), 'rank')}: {ranks(unheard)}"
-    for culprit, status in guilty[:_CULPRITS]:
-        comma = "" if status.place is None else ","
-        yield f"{_who(status)} has been {_place(status)}{comma} for {ago(culprit.for_s)}{_waiting(culprit)}"
-    if more := max(0, len(silent) - _CULPRITS) + max(0, len(guilty) - _CULPRITS):
+    yield from guilty[:_CULPRITS]
+    if more := len(silent[_CULPRITS:]) + len(guilty[_CULPRITS:]):
         yield f"and {more} more"
 
 
-def _who(status: RankStatus) -> str:
-    return f"rank {status.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
+def _waited_for(culprit: WaitedFor, status: RankStatus) -> str:
+    who = f"rank {status.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
+    wait = "waits" if culprit.waiting == 1 else "wait"
+    waiting = f"; {counted(culprit.waiting, 'rank')} {wait} for it" * (culprit.waiting > 0)
+    if not culprit.silent:
+        comma = "" if status.place is None else ","
+        return f"{who} has been {_place(status)}{comma} for {ago(culprit.for_s)}{waiting}"
+    what = f"has given no sign of life for {ago(culprit.for_s)}"
+    if culprit.gone:
+        what = "is gone: the process does not exist any more"
+    return f"{who} {what}; it was last seen {_place(status)}{waiting}"
 
 
 def _place(status: RankStatus) -> str:
@@ -308,11 +310,6 @@ def _place(status: RankStatus) -> str:
         return f"outside of the schedule ({status.part or 'optimizer, data, checkpoint, ...'})"
     whose = "" if place.role is None else f" of {place.role}"
     return f"in {place}, {place.target}{whose} step {place.step}"
-
-
-def _waiting(culprit: WaitedFor) -> str:
-    wait = "waits" if culprit.waiting == 1 else "wait"
-    return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""
 
 
 def silence(view: View) -> str:

@@ -111,26 +111,22 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    typed_words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    typed = tuple(args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line)
     earlier = tuning.load(args.out)
     if earlier is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or empty directory, or one that megaprof tune wrote")
-    other_command = earlier is not None and bool(typed_words) and tuple(typed_words) != earlier.command
-    starts_anew = earlier is not None and (
-        earlier.stopped == "not_measured" or (other_command and not earlier.measured)
-    )
-    if starts_anew and typed_words:
+    other = earlier is not None and typed not in ((), earlier.command)
+    starts_anew = earlier is not None and (earlier.stopped == "not_measured" or (other and not earlier.measured))
+    if starts_anew and typed:
         earlier = None
-    if earlier is None and not typed_words:
+    if earlier is None and not typed:
         raise UsageError("no command; put it after '--': megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ...")
-    if earlier is not None and other_command:
+    if earlier is not None and other:
         raise UsageError(f"--out {args.out}: contains trials of another command: {shlex.join(earlier.command)}")
     limit = memory_limit(args.memory_limit)
     saving_off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if earlier is None:
-        return Tuning(
-            tuple(typed_words), args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit, depth=args.depth
-        )
+        return Tuning(typed, args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit, depth=args.depth)
     for name, value in (("steps", args.steps), ("saving_off", saving_off), ("memory_limit", limit)):
         if value not in (None, getattr(earlier, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"

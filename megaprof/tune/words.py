@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from datetime import datetime, timezone
+import time
 from itertools import compress
 
 from markupsafe import Markup
 from rich.console import Console
 
 from megaprof.analysis.diagnosis.policy import RERUN
-from megaprof.analysis.report.html import environment, static
+from megaprof.analysis.report.html import date, environment, static
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
 from megaprof.analysis.report.text import words
@@ -46,22 +46,18 @@ def sentence(tuning: Tuning) -> str:
         return "No trial keeps the limit of memory."
     if result is None:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
-    agreed_count, compared_count = result.as_predicted
-    agreement_clause = (
-        f"; {agreed_count} of {counted(compared_count, 'prediction')} inside the interval" if compared_count else ""
-    )
+    inside, compared = result.as_predicted
+    agreement = f"; {inside} of {counted(compared, 'prediction')} inside the interval" * (compared > 0)
     if result.command == tuning.command:
-        if not compared_count:
+        if not compared:
             return "Nothing gained: no other layout was tried."
-        tried_layouts = counted(len(tuning.measured), "layout")
-        return (
-            f"Nothing gained: the command as it was given is the quickest of {tried_layouts} tried{agreement_clause}."
-        )
-    best_trial, first_trial = tuning.trials[result.trial - 1], tuning.trials[0]
-    outcome = f"{words.speedup(result.speedup)} times as fast: {best_trial.what}{agreement_clause}."
-    if best_trial.stages is None or best_trial.stages == first_trial.stages:
+        tried = counted(len(tuning.measured), "layout")
+        return f"Nothing gained: the command as it was given is the quickest of {tried} tried{agreement}."
+    best, first = tuning.trials[result.trial - 1], tuning.trials[0]
+    outcome = f"{words.speedup(result.speedup)} times as fast: {best.what}{agreement}."
+    if best.stages is None or best.stages == first.stages:
         return outcome
-    depths = f"{counted(best_trial.stages, 'stage')} instead of {first_trial.stages}"
+    depths = f"{counted(best.stages, 'stage')} instead of {first.stages}"
     return f"{outcome} This changes the depth of the pipeline: {depths}."
 
 
@@ -71,9 +67,8 @@ def stopped(tuning: Tuning) -> str | None:
         reasons = tuning.reason or "no other layout is surely 2 % faster", _depth(tuning)
         return " ".join(words.sentence(reason) for reason in reasons if reason)
     if tuning.stopped == "trials_spent":
-        return (
-            f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
-        )
+        spent = f"All {counted(tuning.most_trials, 'trial')} are spent"
+        return f"{spent}, and another layout is predicted to be faster still."
     return None
 
 
@@ -152,19 +147,17 @@ def assumed(tuning: Tuning) -> list[str]:
 
 def page(tuning: Tuning) -> str:
     """Returns a tuning as one HTML file that loads nothing and runs no script."""
-    created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    css = static("report.css")
     template = environment("megaprof.tune", "megaprof.analysis.report").get_template("tuning.html")
-    texts = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
-    footer = [created, f"megaprof {__version__}"]
     return template.render(
         tuning=tuning,
+        sentence=sentence(tuning),
+        stopped=stopped(tuning),
+        command=command_line(tuning),
         trials=trials(tuning),
         failures=failures(tuning),
         assumed=assumed(tuning),
-        about=footer,
-        css=Markup(css),
-        **texts,
+        about=[date(time.time()), f"megaprof {__version__}"],
+        css=Markup(static("report.css")),
     )
 
 

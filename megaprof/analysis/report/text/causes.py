@@ -85,24 +85,21 @@ def in_brief(
     standstills = () if fleet is None else fleet.standstills
     still = sorted(standstill.step for standstill in standstills if standstill.seconds)
     certain = [f"stood still in {steps(still)}"] if still else []
-    certain += [
-        f"ended in the middle of step {standstill.step}" for standstill in standstills if not standstill.seconds
-    ]
-    # In milliseconds, not percent: the step time beside it includes the time that megaprof itself took; prices do not.
+    certain += [f"ended in the middle of step {each.step}" for each in standstills if not each.seconds]
+    possible = []
     if diagnosis is not None:
+        # In milliseconds, not percent: the step time beside it includes the time that megaprof took; prices do not.
         certain += [_amount(cause, diagnosis) for cause in diagnosis.causes]
-    named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
-    unsure = [cause for cause in diagnosis.perhaps if name_of(cause) in named] if diagnosis is not None else []
-    possible = [f"perhaps {_amount(cause, diagnosis)}" for cause in unsure if diagnosis and cause.price.value > 0.0]
+        named = {name_of(cause) for cause in surely_in.causes} if surely_in is not None else set()
+        unsure = (cause for cause in diagnosis.perhaps if name_of(cause) in named and cause.price.value > 0.0)
+        possible = [f"perhaps {_amount(cause, diagnosis)}" for cause in unsure]
     if certain or possible:
-        shown = [*([listed(certain, _IN_BRIEF)] if certain else []), *possible]
+        shown = [listed(certain, _IN_BRIEF)] * bool(certain) + possible
         return Finding("in_brief", "slow" if certain else "open", ", ".join(shown))
     if diagnosis is None:
         return Finding("in_brief", "open", "no verdict")
-    surely = "" if diagnosis.sure else " surely"
-    return Finding(
-        "in_brief", "fine" if diagnosis.sure else "open", f"nothing{surely} costs {percent(LEAST)} of the step"
-    )
+    severity, surely = ("fine", "") if diagnosis.sure else ("open", " surely")
+    return Finding("in_brief", severity, f"nothing{surely} costs {percent(LEAST)} of the step")
 
 
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -158,17 +155,14 @@ def _first_to_fix(diagnosis: Diagnosis) -> list[Cause]:
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
     """Returns how many more steps would show what to do first: which cause costs most, and which layout is faster."""
-    return max((steps for _, steps in _open(diagnosis, predicted)), default=0)
+    return max(_open(diagnosis, predicted).values(), default=0)
 
 
-def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
+def _open(diagnosis: Diagnosis, predicted: WhatIf) -> dict[str, int]:
     """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
-    questions = [
-        (f"what {name_of(perhaps)} may cost", perhaps.more_steps)
-        for perhaps in _first_to_fix(diagnosis)
-        if perhaps.more_steps
-    ]
-    return questions + [("which layout is faster", predicted.more_steps)] * (predicted.more_steps > 0)
+    questions = {f"what {name_of(perhaps)} may cost": perhaps.more_steps for perhaps in _first_to_fix(diagnosis)}
+    questions["which layout is faster"] = predicted.more_steps
+    return {question: steps for question, steps in questions.items() if steps > 0}
 
 
 def capture_advice(
@@ -179,14 +173,13 @@ def capture_advice(
     ``job``: the directory in which the running job can be asked for a capture. None: the answer is an option for the
     start of a job.
     """
-    if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
+    if diagnosis is None or not measured.steps or not (questions := _open(diagnosis, predicted)):
         return None
-    wanted = diagnosis.steps + more
+    wanted = diagnosis.steps + max(questions.values())
     # Fewer than three steps do not show whether the first one was still warming up.
     begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    why = both([question for question, _ in _open(diagnosis, predicted)])
-    text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
+    text = f"To find out {both([*questions])}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
         return Finding("capture", "open", f"{text}, with this option of the job:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
