@@ -100,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _overview().parse(arguments[:position])  # --help, --version, or an error: all of them exit
     try:
         module = import_module(f"megaprof.{COMMANDS[command][0]}")
-        code: int = module.run(parser_of(command).parse(arguments[position + 1 :]))
+        given = parser_of(command).parse(arguments[position + 1 :])
+        _heed_input_limit(getattr(given, "max_input_mib", None))
+        code: int = module.run(given)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -161,12 +163,11 @@ def add_input_option(parser: argparse.ArgumentParser, *, runs: bool = False) -> 
     )
 
 
-def heed_input_option(arguments: argparse.Namespace) -> None:
-    """Applies the option ``--max-input-mib`` to this process and to those that it starts. Raises UsageError."""
-    limit = arguments.max_input_mib
-    if limit is not None and limit < 1:
-        raise UsageError(f"{_INPUT_LIMIT} {limit} must be at least 1 (MiB)")
-    inputs.allow(None if limit is None else limit << 20)
+def _heed_input_limit(mib: int | None) -> None:
+    """Applies the limit to this process and to those that it starts. Raises UsageError."""
+    if mib is not None and mib < 1:
+        raise UsageError(f"{_INPUT_LIMIT} {mib} must be at least 1 (MiB)")
+    inputs.allow(None if mib is None else mib << 20)
 
 
 @contextmanager

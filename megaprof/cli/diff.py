@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, add_input_option, heed_input_option, print_json, say
+from megaprof.cli import UNWELL, CommandError, add_input_option, print_json, say
 from megaprof.formats.inputs import Unreachable, place
 from megaprof.formats.phrases import Unanswerable
 
@@ -49,7 +49,6 @@ def _percent(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, and prints tables or JSON. Raises CommandError if there is nothing to compare."""
-    heed_input_option(arguments)
     diff = comparison(arguments.before, arguments.after)
     if arguments.json:
         print_json(diff)

@@ -234,7 +234,7 @@ def verdict(view: View) -> str | None:
     if view.state == "ended":
         return None
     if view.silence is not None:
-        return f"{view.silence[0].upper()}{view.silence[1:]}."
+        return sentence(view.silence)
     if blame.still:
         unknown = any(status.whereabouts_unknown for status in view.statuses.values())
         return f"The job appears to hang: no rank has moved for {ago(blame.still)}." + (_NOWHERE if unknown else "")

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UsageError, add_input_option, heed_input_option, print_json, progress, say, writing
+from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import of_several
 
@@ -46,7 +46,6 @@ def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merges, and says what was merged and how far apart the clocks were."""
-    heed_input_option(arguments)
     merged = merged_into(arguments, arguments.out)
     out: Path = arguments.out
     if arguments.json:

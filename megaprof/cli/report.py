@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option, progress, writing
+from megaprof.cli import CommandError, UsageError, add_input_option, progress, writing
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing
@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    heed_input_option(arguments)
     workers: Workers | None = arguments.workers
     if workers is not None and str(workers).isdecimal() and int(workers):
         workers = int(workers)

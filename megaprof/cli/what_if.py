@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option, print_json, say
+from megaprof.cli import CommandError, UsageError, add_input_option, print_json, say
 from megaprof.formats.inputs import place
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Predicts, and prints lines or JSON. Raises CommandError, and UsageError for a change that cannot be chosen."""
     from megaprof.cli.report import report_on
 
-    heed_input_option(arguments)
     report = report_on(arguments.dir, arguments.run)
     answer = answer_to(report, {name: getattr(arguments, name) for name in CHOICES}, arguments.target, arguments.role)
     if arguments.json:

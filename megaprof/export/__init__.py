@@ -5,16 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaprof.cli import (
-    CommandError,
-    UsageError,
-    add_input_option,
-    heed_input_option,
-    print_json,
-    progress,
-    say,
-    writing,
-)
+from megaprof.cli import CommandError, UsageError, add_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import counted
 
@@ -42,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exports, and says what was written."""
-    heed_input_option(arguments)
     from megaprof.export.parquet import export
 
     out: Path = arguments.parquet

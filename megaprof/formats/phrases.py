@@ -45,8 +45,7 @@ def ago(seconds: float) -> str:
 
 
 def printable(value: str) -> str:
-    """Returns `value` without the characters that would control a terminal, and that HTML forbids: names come from
-    files. White space becomes a space, and each other one a question mark in a box (U+FFFD)."""
+    """Returns `value` with a space or U+FFFD for each character that would control a terminal, or that HTML forbids."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in value)
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, add_input_option, heed_input_option
+from megaprof.cli import CommandError, UsageError, add_input_option
 from megaprof.cli.open import browser_is_here, forwarding, opened_in_browser
 from megaprof.formats.phrases import printable
 
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until Ctrl-C. Raises CommandError."""
-    heed_input_option(arguments)
     if arguments.port is not None and not 0 <= arguments.port < 1 << 16:
         raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
     if not arguments.dir.is_dir():

@@ -166,8 +166,7 @@ class Report(Document):
 
     def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
         """Returns what `drawn` draws, for pages. What has no rows is left out."""
-        drawn_steps = {key: draw() for key, draw in self.drawn.items()}
-        return {key: step for key, step in drawn_steps.items() if step.rows}
+        return {key: step for key, draw in self.drawn.items() if (step := draw()).rows}
 
     def json(self) -> bytes:
         document = Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)})
