@@ -15,15 +15,11 @@ from megaprof.parallel.selectors import join_spans, spans_of
 ABSENT = "-"
 
 
-def number(ms: float | None, error: float = 0.0) -> str:
-    """Returns milliseconds with three significant digits, or as whole milliseconds from 100 ms on; ``-`` for None.
-
-    Digits that the standard error ``error`` makes meaningless are left out.
-    """
+def number(ms: float | None) -> str:
+    """Returns milliseconds with three significant digits, or as whole milliseconds from 100 ms on; ``-`` for None."""
     if ms is None:
         return ABSENT
     digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
-    digits = min(digits, _digits(error)) if error else digits
     return f"{round(ms, digits) + 0.0:.{digits}f}"  # adding zero makes -0.00 0.00
 
 
@@ -52,7 +48,8 @@ def with_spread(spread: Spread | None) -> str:
     has the mean only; None gives ``-``."""
     if spread is None or spread.count == 1:
         return mean(spread)
-    digits = _digits(spread.stdev)
+    # Up to the first significant digit of the deviation.
+    digits = 2 if spread.stdev <= 0 else min(2, max(0, -math.floor(math.log10(spread.stdev))))
     return f"{spread.mean:.{digits}f} ±{spread.stdev:.{digits}f}"
 
 
@@ -61,11 +58,6 @@ def reach(spread: Spread | None) -> str:
     if spread is None:
         return ABSENT
     return f"{number(spread.median)} ({number(spread.min)} - {number(spread.max)})"
-
-
-def _digits(error: float) -> int:
-    """Returns the number of digits after the point, up to the first significant digit of the error; at most 2."""
-    return 2 if error <= 0 else min(2, max(0, -math.floor(math.log10(error))))
 
 
 def milliseconds(ms: float) -> str:
