@@ -70,8 +70,9 @@ class View:
         if slow is None:
             return None
         half = 1.0 + (slow.ratio - 1.0) / 2
-        both, figure = (slow.ranks[0], slow.peer), "passes_us"
-        return replace(slow, since=self._since(both, figure, lambda own, peer: own / np.maximum(peer, 1.0) > half))
+        both = slow.ranks[0], slow.peer
+        since = self._since(both, "passes_us", lambda own, peer: own / np.maximum(peer, 1.0) > half)
+        return replace(slow, since=since)
 
     @cached_property
     def waits(self) -> Mapping[int, float]:

@@ -330,11 +330,14 @@ def run(
 
 
 def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
-    why = {"out_of_memory": "memory ran out", "time_limit": f"its {time_limit:g} s were over"}
-    said = why.get(ended.outcome, f"the command ended with exit code {ended.code}")
-    said += f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
-    outcome = ended.outcome if ended.outcome in why else "failed"
-    return replace(trial, step_ms=None, next=(), half_as_deep=None, outcome=outcome, why=said)
+    outcomes: dict[str, tuple[Outcome, str]] = {
+        "exited": ("failed", f"the command ended with exit code {ended.code}"),
+        "out_of_memory": ("out_of_memory", "memory ran out"),
+        "time_limit": ("time_limit", f"its {time_limit:g} s were over"),
+    }
+    outcome, why = outcomes[ended.outcome]
+    why += f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
+    return replace(trial, step_ms=None, next=(), half_as_deep=None, outcome=outcome, why=why)
 
 
 def _free_name(directory: Path, number: int) -> str:

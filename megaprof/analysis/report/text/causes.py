@@ -98,8 +98,8 @@ def in_brief(
         return Finding("in_brief", "slow" if certain else "open", ", ".join(shown))
     if diagnosis is None:
         return Finding("in_brief", "open", "no verdict")
-    severity, surely = ("fine", "") if diagnosis.sure else ("open", " surely")
-    return Finding("in_brief", severity, f"nothing{surely} costs {percent(LEAST)} of the step")
+    text = f"nothing{' surely' * (not diagnosis.sure)} costs {percent(LEAST)} of the step"
+    return Finding("in_brief", "fine" if diagnosis.sure else "open", text)
 
 
 def _amount(cause: Cause, diagnosis: Diagnosis) -> str:
