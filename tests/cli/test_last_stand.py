@@ -65,7 +65,7 @@ def test_hang_names_in_its_json_whom_its_text_names(
     """Nobody waits in a collective; rank 1 stands still in its own work."""
     write(tmp_path, job(pp=2), HANGS, ago=40)
     nobody = Hang(1, (0, 1), (), (), 0, (), ())
-    monkeypatch.setattr("megaprof.cli.status.hang_of_job", lambda *_: nobody)
+    monkeypatch.setattr("megaprof.cli.look.hang_of_job", lambda *_: nobody)
     assert main(["hang", str(tmp_path)]) == UNWELL
     assert "rank 1" in capsys.readouterr().out
     assert main(["hang", str(tmp_path), "--json"]) == UNWELL

@@ -155,14 +155,14 @@ def _first_to_fix(diagnosis: Diagnosis) -> list[Cause]:
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
     """Returns how many more steps would show what to do first: which cause costs most, and which layout is faster."""
-    return max(_open(diagnosis, predicted).values(), default=0)
+    return max((steps for _, steps in _open(diagnosis, predicted)), default=0)
 
 
-def _open(diagnosis: Diagnosis, predicted: WhatIf) -> dict[str, int]:
+def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
     """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
-    questions = {f"what {name_of(perhaps)} may cost": perhaps.more_steps for perhaps in _first_to_fix(diagnosis)}
-    questions["which layout is faster"] = predicted.more_steps
-    return {question: steps for question, steps in questions.items() if steps > 0}
+    questions = [(f"what {name_of(cause)} may cost", cause.more_steps) for cause in _first_to_fix(diagnosis)]
+    questions.append(("which layout is faster", predicted.more_steps))
+    return [question for question in questions if question[1] > 0]
 
 
 def capture_advice(
@@ -175,11 +175,11 @@ def capture_advice(
     """
     if diagnosis is None or not measured.steps or not (questions := _open(diagnosis, predicted)):
         return None
-    wanted = diagnosis.steps + max(questions.values())
+    wanted = diagnosis.steps + max(steps for _, steps in questions)
     # Fewer than three steps do not show whether the first one was still warming up.
     begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    text = f"To find out {both([*questions])}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
+    text = f"To find out {both([question for question, _ in questions])}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
         return Finding("capture", "open", f"{text}, with this option of the job:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
