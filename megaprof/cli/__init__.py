@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def say(line: str, file: TextIO | None = None) -> None:
     """Prints one line to ``file``, by default to standard output, without control characters."""
-    print(printable(line), file=file, flush=True)
+    print(printable(line, "\ufffd"), file=file, flush=True)
 
 
 def print_json(answer: object) -> None:

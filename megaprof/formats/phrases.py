@@ -44,9 +44,9 @@ def ago(seconds: float) -> str:
     return f"{rounded // 86400} days"
 
 
-def printable(value: str) -> str:
-    """Returns `value` with a space or U+FFFD for each character that would control a terminal, or that HTML forbids."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in value)
+def printable(value: str, instead: str = " ") -> str:
+    """Returns `value` with `instead` for each character that would control a terminal, or that HTML forbids."""
+    return "".join(character if character.isprintable() else instead for character in value)
 
 
 def json_of(value: object, enc_hook: Callable[[Any], Any] | None = None) -> bytes:

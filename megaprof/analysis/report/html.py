@@ -76,7 +76,7 @@ def environment(*packages: str) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value), "\ufffd"),
     )
     made.globals |= {"causes": causes, "drawings": drawings, "light": light, "predictions": what_if}
     made.globals |= {"sentences": sentences, "shell": shlex.join, "views": views, "words": words}
