@@ -136,7 +136,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
 
 def text(content: str, style: str = "") -> Text:
     """Returns text that is safe to print: markup and control characters in it do not reach the terminal."""
-    return Text("\n".join((printable(line, "\ufffd") for line in content.split("\n"))), style)
+    return Text("\n".join(printable(line, "\ufffd") for line in content.split("\n")), style)
 
 
 def heading(console: Console, title: str) -> None:

@@ -179,7 +179,8 @@ def capture_advice(
     # Fewer than three steps do not show whether the first one was still warming up.
     begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    text = f"To find out {both([question for question, _ in questions])}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
+    why = both([question for question, _ in questions])
+    text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
         return Finding("capture", "open", f"{text}, with this option of the job:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
