@@ -24,6 +24,7 @@ from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_me
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.reading import Progress, Timelines, Workers, in_processes
 from megaprof.analysis.trace.runs import Runs, runs_in
+from megaprof.analysis.trace.steps import grouped
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Standing, Standstill, limit
@@ -435,11 +436,9 @@ def standstills(
 ) -> tuple[Standstill, ...]:
     """Returns the standstills of the job, in order of steps, from those of its ranks. ``call_of(rank, step, index)``
     returns what a rank did in a call."""
-    by_step: dict[int, list[StoodStill]] = {}
-    for each in sorted(stood, key=lambda each: (each.step, each.coords.rank)):
-        by_step.setdefault(each.step, []).append(each)
+    in_order = sorted(stood, key=lambda each: (each.step, each.coords.rank))
     found = []
-    for step, ranks in by_step.items():
+    for step, ranks in grouped(in_order, lambda each: each.step).items():
         waited_for = []
         for number, coords in enumerate(each.coords for each in ranks if each.computing):
             call = call_of(coords.rank, step, 0) if number < _MOST_PLACES else ()

@@ -25,7 +25,7 @@ from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
-from megaprof.analysis.trace.steps import ModuleKey, Numbers, ids_of
+from megaprof.analysis.trace.steps import ModuleKey, Numbers, grouped, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
@@ -99,7 +99,7 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     items = peer_groups if one_peer else [[peer] for peers in peer_groups for peer in peers]
     of_table = timelines.only(path for peers in items for path in peers[0].files)
     read = in_processes(partial(_steps, of_table, plan), items, workers, timelines.useful_processes(len(items)))
-    rank_steps = [replace(rank, peer=0) if one_peer else rank for rank in read if rank is not None]
+    rank_steps = [replace(rank, place=(*rank.place[:2], 0)) if one_peer else rank for rank in read if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
     table = tabulate(key, [*_without_waiting(rank_steps)], plan.metadata, schedule, plan.origin)
@@ -125,10 +125,11 @@ def _warnings(table: Table, sizes: ParallelSizes, in_compute: Note) -> Iterator[
 def _replicas(ranks: Sequence[RankRow]) -> dict[int, list[list[RankRow]]]:
     """Returns the peers of every stage by replica, for the replicas with the most stages. Raises Unfit if there are
     none."""
-    by_replica: dict[int, dict[int, list[RankRow]]] = defaultdict(lambda: defaultdict(list))
-    for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
-        if rank.steps:
-            by_replica[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
+    in_order = sorted((rank for rank in ranks if rank.steps), key=lambda rank: rank.coords.rank)
+    by_replica = {
+        replica: grouped(of_replica, lambda rank: rank.coords.pp)
+        for replica, of_replica in grouped(in_order, lambda rank: place_of(rank.coords)[0]).items()
+    }
     if not by_replica:
         raise Unfit(Note("no_step", said="every step failed, stood still, or was disturbed by a window"))
     most_stages = max(map(len, by_replica.values()))
@@ -304,13 +305,10 @@ def _laid_out(
     ran_ms = {axis: ms for axis, ms in ran_ms.items() if np.isfinite(ms).all()}
     passes_ms = np.nansum(end - start, axis=(1, 2, 3))
     ran_fraction = np.clip(sum(ran_ms.values(), np.zeros(len(numbers))) / np.maximum(passes_ms, 1e-9), 0.0, 1.0)
-    replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=names,
         metadata=metadata,
-        stage=metadata.coords.pp,
-        replica=replica,
-        peer=peer,
+        place=place_of(metadata.coords),
         steps=numbers,
         start=start,
         end=end,
@@ -365,12 +363,12 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> Iterator[RankSteps]:
     for rank in ranks:
         for number, pass_ms in zip(rank.steps.tolist(), _usual_pass(rank.start, rank.end), strict=True):
             if number in rank.came:
-                key = rank.replica, rank.stage, number
-                by_step[key][rank.peer], usual_ms[key] = rank.came[number], pass_ms
+                key = *rank.place[:2], number
+                by_step[key][rank.place[2]], usual_ms[key] = rank.came[number], pass_ms
     waits = {key: waited_ms(list(peers.values()), usual_ms[key]) for key, peers in by_step.items()}
     unknown = np.full(2, np.nan)
     for rank in ranks:
-        of_peers = [waits.get((rank.replica, rank.stage, number), {}) for number in rank.steps.tolist()]
+        of_peers = [waits.get((*rank.place[:2], number), {}) for number in rank.steps.tolist()]
         of_rank = [of_step.get(rank.names[0][0], {}) for of_step in of_peers]
         waits_ms = {axis: np.array([by_axis.get(axis, unknown) for by_axis in of_rank]) for axis in INSIDE}
         shorter_ms = sum(np.nan_to_num(ms[:, 0] - ms[:, 1]) for ms in waits_ms.values())

@@ -236,9 +236,8 @@ class RankSteps:
     """Global rank and host of this rank, then of the peers that it stands for."""
     metadata: Metadata | None
     """None for a placeholder of a stage that was not recorded."""
-    stage: int
-    replica: int
-    peer: int
+    place: tuple[int, int, int]
+    """Its replica, stage and peer."""
     steps: npt.NDArray[np.int64]
     start: Floats
     end: Floats

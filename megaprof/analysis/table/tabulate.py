@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -19,7 +19,7 @@ from megaprof.analysis.table.clocks import one_clock
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey, Numbers, TracedStep
+from megaprof.analysis.trace.steps import ModuleKey, Numbers, TracedStep, grouped
 from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
@@ -108,7 +108,7 @@ def tabulate(
     stages = [table_ranks[first : first + shape[2]] for first in range(0, len(table_ranks), shape[2])]
     most_names = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
     names = [[name for rank in peers for name in rank.names[:most_names]] for peers in stages]
-    ranks_by_stage = [[rank for rank in table_ranks if rank.stage == stage] for stage in range(schedule.stages)]
+    ranks_by_stage = [[rank for rank in table_ranks if rank.place[1] == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
         target=key.target,
@@ -174,40 +174,35 @@ def _sequences(
     return sequences
 
 
-_Place = tuple[int, int]  # stage and peer
-
-
 def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
     """Returns the ranks of whole replicas in the order of replica, stage and peer; the steps that all of them have; and
     how many replicas, stages and peers there are. If no replica is whole, the one with most stages is used. Raises
     Unfit if there is no common step."""
-    by_replica: dict[int, dict[_Place, RankSteps]] = {}
-    for rank in ranks:
-        by_replica.setdefault(rank.replica, {})[rank.stage, rank.peer] = rank
-    peers = {place[1] for by_place in by_replica.values() for place in by_place}
-    all_places = {(stage, peer) for stage in range(stages) for peer in peers}
-    whole_replicas = {
-        replica: by_place for replica, by_place in sorted(by_replica.items()) if set(by_place) == all_places
-    }
+    in_order = sorted({rank.place: rank for rank in ranks}.values(), key=lambda rank: rank.place)
+    replicas, peers = grouped(in_order, lambda rank: rank.place[0]).values(), len({rank.place[2] for rank in ranks})
+    whole_replicas = [of_replica for of_replica in replicas if len(of_replica) == stages * peers]
     if not whole_replicas:
         # One peer of each stage is enough for a pipeline.
-        one_peer = {
-            replica: {(stage, 0): by_place[stage, peer] for stage, peer in sorted(by_place, reverse=True)}
-            for replica, by_place in sorted(by_replica.items())
-        }
-        peers, most_stages = {0}, max(map(len, one_peer.values()))
-        whole_replicas = {replica: by_place for replica, by_place in one_peer.items() if len(by_place) == most_stages}
+        peers, by_stage = 1, [grouped(of_replica, lambda rank: rank.place[1]) for of_replica in replicas]
+        most_stages = max(map(len, by_stage))
+        whole_replicas = [[of_stage[0] for of_stage in each.values()] for each in by_stage if len(each) == most_stages]
         if most_stages < stages:
-            replica, by_place = next(iter(whole_replicas.items()))
-            placeholders = {(stage, 0): _placeholder(next(iter(by_place.values())), stage) for stage in range(stages)}
-            whole_replicas = {replica: placeholders | by_place}
-    kept_replicas, common_steps = _with_steps(whole_replicas)
-    if not common_steps:
-        raise Unfit(Note("no_step", said="no step was recorded by all ranks of a pipeline"))
-    table_ranks = [
-        whole_replicas[replica][place] for replica in kept_replicas for place in sorted(whole_replicas[replica])
+            recorded = {rank.place[1]: rank for rank in whole_replicas[0]}
+            like = whole_replicas[0][0]
+            whole_replicas = [[recorded.get(stage) or _placeholder(like, stage) for stage in range(stages)]]
+    # The replicas with the largest number of common steps times replicas. So a rank that ended early or began late does
+    # not take away the steps of all others.
+    steps_of = [
+        set[int].intersection(*(set(rank.steps.tolist()) for rank in of_replica)) for of_replica in whole_replicas
     ]
-    return table_ranks, common_steps, (len(kept_replicas), stages, len(peers))
+    by_steps = sorted(range(len(steps_of)), key=lambda index: -len(steps_of[index]))
+    common: list[set[int]] = [*accumulate((steps_of[index] for index in by_steps), set.intersection)]
+    best = max(range(len(common)), key=lambda count: (count + 1) * len(common[count]))
+    if not common[best]:
+        raise Unfit(Note("no_step", said="no step was recorded by all ranks of a pipeline"))
+    kept = sorted(by_steps[: best + 1])
+    table_ranks = [rank for index in kept for rank in whole_replicas[index]]
+    return table_ranks, sorted(common[best]), (len(kept), stages, peers)
 
 
 def _placeholder(like: RankSteps, stage: int) -> RankSteps:
@@ -218,9 +213,7 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
         **nans,
         names=((-1, None),),
         metadata=None,
-        stage=stage,
-        replica=like.replica,
-        peer=like.peer,
+        place=(like.place[0], stage, like.place[2]),
         steps=like.steps,
         spent={},
         held={},
@@ -229,33 +222,19 @@ def _placeholder(like: RankSteps, stage: int) -> RankSteps:
     )
 
 
-def _with_steps(replicas: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[int], list[int]]:
-    """Returns the replicas with the largest number of common steps times replicas, and these steps. So a rank that
-    ended early or began late does not take away the steps of all others."""
-    steps_of = {
-        replica: set.intersection(*(set(rank.steps.tolist()) for rank in ranks.values()))
-        for replica, ranks in replicas.items()
-    }
-    by_steps = sorted(steps_of, key=lambda replica: -len(steps_of[replica]))
-    common: list[set[int]] = [*accumulate((steps_of[replica] for replica in by_steps), set.intersection)]
-    best = max(range(len(common)), key=lambda index: (index + 1) * len(common[index]))
-    return sorted(by_steps[: best + 1]), sorted(common[best])
-
-
 def warming_up(lengths: Sequence[float]) -> int:
     """Returns how many of the first steps take longer than the rest."""
     longest = WARM_UP * statistics.median(lengths)
     return next(number for number, length in enumerate(lengths) if length <= longest) if len(lengths) > 2 else 0
 
 
-def place_of(coords: RankCoords) -> tuple[int, int]:
-    """Returns replica and peer. Peers wait for each other inside a pass. They are tensor- and context-parallel ranks,
-    and those that exchange tokens for experts, which are spread over several data-parallel ranks."""
+def place_of(coords: RankCoords) -> tuple[int, int, int]:
+    """Returns replica, stage and peer. Peers wait for each other inside a pass. They are tensor- and context-parallel
+    ranks, and those that exchange tokens for experts, which are spread over several data-parallel ranks."""
     sizes = coords.sizes
     tp_cp_ranks = sizes.tp * sizes.cp
     spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, tp_cp_ranks))
-    peer = (coords.dp % spread * sizes.cp + coords.cp) * sizes.tp + coords.tp
-    return coords.dp // spread, peer
+    return coords.dp // spread, coords.pp, (coords.dp % spread * sizes.cp + coords.cp) * sizes.tp + coords.tp
 
 
 def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = False) -> PipelineSchedule:

@@ -293,13 +293,10 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         spent[DATA] = loading_ms.sum(axis=(1, 2, 3))
         spent |= {"host_bound": np.maximum(spent["host_bound"] - spent[DATA], 0.0)} if "host_bound" in spent else {}
     entered_and_left = (np.array([step.extent for step in steps]) - origin) * _MS
-    replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
         metadata=metadata,
-        stage=metadata.coords.pp,
-        replica=replica,
-        peer=peer,
+        place=place_of(metadata.coords),
         steps=np.array([step.step << CALLS | step.index for step in steps]),
         start=start,
         end=end,
