@@ -20,7 +20,6 @@ from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import NoJob, find_job
 from megaprof.control.request import Requester, requester_for
-from megaprof.formats.job import Refused
 from megaprof.formats.phrases import counted
 
 #: The most looks at a job that are remembered.
@@ -156,17 +155,14 @@ class LiveJob:
         return Now(at, view.state, None, view, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:
-        """Requests a capture, and returns as soon as the request is written. Raises Refused."""
+        """Requests a capture, and returns as soon as the request is written. Raises NoJob and Refused."""
         requester = await run_in_threadpool(self._ask, target, steps, select)
         self._capturing = asyncio.create_task(self._carry(requester))
 
     def _ask(self, target: str, steps: int, select: str) -> Requester:
-        try:
-            requester = requester_for(
-                self._directory, target, role=self._role, steps=steps, select=select, by="megaprof ui"
-            )
-        except NoJob as fault:
-            raise Refused(str(fault)) from None
+        requester = requester_for(
+            self._directory, target, role=self._role, steps=steps, select=select, by="megaprof ui"
+        )
         requester.submit()
         return requester
 

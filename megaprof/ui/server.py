@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -34,7 +34,7 @@ from megaprof.analysis.report.text import words
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import look
-from megaprof.control.directory import Unsafe, roles_with_a_run
+from megaprof.control.directory import NoJob, Unsafe, roles_with_a_run
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import Unanswerable
 from megaprof.ui import what_if
@@ -148,20 +148,19 @@ class Pages:
 
     async def trigger(self, request: Request) -> Response:
         if not self._allow_trigger:
-            return _refused("captures are not asked for from here: megaprof ui was started without --allow-trigger")
+            raise HTTPException(
+                403, "megaprof ui was started without --allow-trigger: no capture is asked for from here"
+            )
         place = await self._place(request)
         _, role = await run_in_threadpool(_roles, request, place)
         form = await _form(request)
-        if form is None:
-            return _refused("this is no form of the live page", 400)
-        steps = form.get("steps", "2")
+        steps, select = form.get("steps", "2"), form.get("select", "") or "per-stage"
         if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
-            return _refused(f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}", 400)
-        job = self._job(place, role)
+            raise HTTPException(400, f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}")
         try:
-            await job.capture(form.get("target", ""), int(steps), form.get("select", "") or "per-stage")
-        except Refused as refusal:
-            return _refused(str(refusal), 409)
+            await self._job(place, role).capture(form.get("target", ""), int(steps), select)
+        except (NoJob, Refused) as refusal:
+            raise HTTPException(409, str(refusal)) from None
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 
     def _job(self, place: Place, role: str | None) -> LiveJob:
@@ -267,10 +266,6 @@ def _page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
     return HTMLResponse(render(template, **({"refresh": None} | values)), status)
 
 
-def _refused(message: str, status: int = 403) -> Response:
-    return PlainTextResponse(f"megaprof: {message}\n", status)
-
-
 def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None, Changeable | None]:
     """Returns the number and the report of the target in the query, or else of the first target that can be changed by
     hand, and what predicts its changes."""
@@ -292,19 +287,20 @@ def _roles(request: Request, place: Place) -> tuple[list[str], str | None]:
     return roles, role if role in roles else roles[0] if roles else None
 
 
-async def _form(request: Request) -> dict[str, str] | None:
-    """Returns the fields of a small form; None for anything else."""
+async def _form(request: Request) -> dict[str, str]:
+    """Returns the fields of a small form. Raises HTTPException for anything else."""
+    no_form = HTTPException(400, "this is no form of the live page")
     if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
-        return None
+        raise no_form
     content = b""
     async for part in request.stream():
         content += part
         if len(content) > _LONGEST_FORM:
-            return None
+            raise no_form
     try:
         return {name: values[0] for name, values in parse_qs(content.decode("ascii"), max_num_fields=16).items()}
     except ValueError:
-        return None
+        raise no_form from None
 
 
 def render(template: str, **values: Any) -> str:
