@@ -165,7 +165,7 @@ def diagnose(run: Examined) -> Diagnosis:
     clocks = run.table.clocks or run.table.schedule.stages == 1
     # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter.
     usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
-    quiet = replace(run.view, passes=usual).pipelines_ms(run.replay).max(axis=1)
+    quiet_ms = replace(run.view, passes=usual).step_ms
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths, cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
@@ -174,7 +174,7 @@ def diagnose(run: Examined) -> Diagnosis:
         replayed_ms=run.replayed_ms,
         causes=tuple(causes),
         perhaps=tuple(perhaps),
-        rest_ms=float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet)),
+        rest_ms=float(np.mean(run.view.step_ms - quiet_ms)),
         lengths=None if of_lengths is None else explain(asked, of_lengths),
         clocks=clocks,
         sure=not perhaps
@@ -413,9 +413,9 @@ def _gain_of_filling(run: Examined) -> Floats:
         return np.zeros(len(run.table.steps))
     if schedule.name == "interleaved":
         wanted = -(-wanted // schedule.group_size) * schedule.group_size
-    longer = compiled(schedule._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
     view = run.view
-    passes = np.resize(np.moveaxis(view.passes, -1, 0), (wanted, *view.passes.shape[:-1]))
-    many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=view.entry, link=view.link).max(axis=1)
-    gain: Floats = view.pipelines_ms(run.replay).max(axis=1) - many * schedule.microbatches / wanted
+    longer = compiled(schedule._replace(microbatches=wanted), view.replay.rendezvous, view.replay.in_turn)
+    again = view.passes[..., np.arange(wanted) % schedule.microbatches]
+    many = longer.step_ms(again, entry=view.entry, link=view.link).max(axis=1)
+    gain: Floats = view.pipelines_ms.max(axis=1) - many * schedule.microbatches / wanted
     return gain

@@ -14,7 +14,6 @@ from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Interval, errors_of_mean
-from megaprof.analysis.simulation import Replay
 from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import phase_order
@@ -25,8 +24,6 @@ class Examined:
     """The steps of a job, as they were or without some causes: all of them, and one for each draw."""
 
     table: Table
-    replay: Replay
-    """Its schedule, with the model of exchanges that fits it best."""
     model: Model
     view: View
     """All steps."""
@@ -58,16 +55,15 @@ class Examined:
 
     def gain(self, term: Term) -> Floats:
         """Returns how many milliseconds shorter every step is without a term, [step]."""
-        return _gain(term, self.view, _alone(term, self.view), self.replay, self.view.pipelines_ms(self.replay))
+        return _gain(term, self.view, _alone(term, self.view))
 
     def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats, float]]:
         """Returns how many milliseconds shorter every step is without each term, and at most on average, for the terms
         that could matter."""
-        base, least, gains = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
-        for term in left:
-            without = _alone(term, self.view)
-            if (most := _most_gained(term, self.view, without)) >= least:
-                gains.append((term, _gain(term, self.view, without, self.replay, base), most))
+        gains = []
+        for term, without in ((term, _alone(term, self.view)) for term in left):
+            if (most := _most_gained(term, self.view, without)) >= LEAST * self.step_ms:
+                gains.append((term, _gain(term, self.view, without), most))
         return gains
 
     def price(self, term: Term, gain: Floats) -> Interval:
@@ -77,8 +73,7 @@ class Examined:
         """
         of_content = 0.0
         if term.fitted:
-            base = self.drawn.pipelines_ms(self.replay)
-            other = _gain(term, self.drawn, _alone(term, self.drawn), self.replay, base)
+            other = _gain(term, self.drawn, _alone(term, self.drawn))
             of_content = float(np.sqrt(np.mean((other - gain[self.rows]) ** 2)))
         mean = float(gain.mean())
         # A single step does not show whether what appears once in a step is there in others, too. Gradients, the only
@@ -108,7 +103,7 @@ class Examined:
         for view in (self.view, mended(term, self.view)):
             passes = np.moveaxis(view.passes[0][..., columns], -2, 0)
             entry, link = (np.repeat(values, len(columns), axis=0) for values in (view.entry, view.link))
-            took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
+            took.append(view.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
         gain: Floats = took[0] - took[1]
         return gain
 
@@ -127,14 +122,11 @@ def examine(table: Table) -> Examined:
         stages = len(table.metadata)
         raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
     _check_order(table)
-    passes, entry, link, replay = measured(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
-    model = fit(table, steps)
-    view = viewed(table, model, passes, entry, link)
-    rows = steps[:, 0]
-    replayed_ms = float(np.mean(view.step_ms(replay)))
-    drawn = view.at(rows, model.draws)
-    return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view))
+    model, rows = fit(table, steps), steps[:, 0]
+    view = viewed(table, model, *measured(table))
+    drawn, replayed_ms = view.at(rows, model.draws), float(np.mean(view.step_ms))
+    return Examined(table, model, view, drawn, rows, replayed_ms, _restless(table, model, view))
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
@@ -177,13 +169,12 @@ def mended(term: Term, view: View) -> View:
     return without if term.replica is None else view.joined(term.replica, without)
 
 
-def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -> Floats:
-    """Returns how many milliseconds shorter every step is ``without`` a term (see `_alone`), [n]. ``base``:
-    how long the replicas take with the term."""
-    took = without.pipelines_ms(replay)
+def _gain(term: Term, view: View, without: View) -> Floats:
+    """Returns how many milliseconds shorter every step is ``without`` a term (see `_alone`), [n]."""
+    took = without.pipelines_ms
     if term.replica is not None:
-        took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
-    gain: Floats = base.max(axis=1) + view.tail - took.max(axis=1) - without.tail
+        took = np.concatenate((np.delete(view.pipelines_ms, term.replica, axis=1), took), axis=1)
+    gain: Floats = view.step_ms - took.max(axis=1) - without.tail
     return gain
 
 

@@ -5,7 +5,7 @@ Logarithms make this a sum. Disturbances only add, so contents are lower quartil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     """Fits the model of a run. ``steps`` [draw, any number]: the steps that each draw consists of."""
     took = table.passes - sum(table.held.values())
     log = np.log(np.maximum(took, 1e-9))
-    t, d, s, c, k, _ = log.shape
+    t, d, s, c, k, m = log.shape
     left, common, level = _levels(log)
     work = common - level[..., None]
     spread = float(MAD * np.median(np.abs(left - common[:, :, None, None, None, :]))) ** 2
@@ -95,9 +95,11 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     pace = _pace(left - whose[:, :, :, None, None], spread)
     whose = whose + pace[..., None]
     log = log - whose[:, :, :, None, None, :]
-    content, random = _undisturbed(log), np.random.default_rng(0)
-    chosen = zip(steps, blocks(len(steps), log.shape[-1], random), strict=True)
-    drawn = np.stack([_undisturbed(log[rows][..., columns]) for rows, columns in chosen])
+    random = np.random.default_rng(0)
+    chosen = zip(steps, blocks(len(steps), m, random), strict=True)
+    often = [np.outer(np.bincount(rows, minlength=t), np.bincount(columns, minlength=m)) for rows, columns in chosen]
+    content, *draws = _undisturbed(log, [np.ones((t, m), dtype=np.intp), *often])
+    drawn = np.stack(draws)
     # Waits for a core beyond those that made single passes longer may be in all passes: each draw assumes that or not.
     waits = table.core_waits_beside.mean((0, 1)).max(-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
     inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
@@ -207,10 +209,15 @@ def ends_of(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Float
     return ends
 
 
-def _undisturbed(log: Floats) -> Floats:
-    """Returns contents, [s, c, k], from the logarithms of some passes."""
+def _undisturbed(log: Floats, often: Iterable[npt.NDArray[np.intp]]) -> Iterator[Floats]:
+    """Yields contents, [s, c, k], from the logarithms of passes, once for each way to count the microbatches of a step
+    that many times, [t, m]. Passes are sorted once for all ways."""
     by_pass = np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1)
-    return np.asarray(np.exp(_quantile(by_pass, QUARTILE, -1)))
+    order = by_pass.argsort(axis=-1)
+    for times in often:
+        behind = np.repeat(times[:, None], log.shape[1], axis=1).ravel()[order].cumsum(axis=-1)
+        place = (behind > int(QUARTILE * (behind[0, 0, 0, -1] - 1))).argmax(axis=-1)[..., None]
+        yield np.exp(np.take_along_axis(by_pass, np.take_along_axis(order, place, axis=-1), axis=-1)[..., 0])
 
 
 def _own(log: Floats) -> Floats:

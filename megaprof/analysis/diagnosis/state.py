@@ -23,9 +23,9 @@ from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, p
 _RESOLUTION = 1e-3
 
 
-def measured(table: Table) -> tuple[Floats, Floats, Floats, Replay]:
-    """Returns the measured times of passes, entries and links (see `View`), and the replay whose model of exchanges
-    fits the measured passes best."""
+def measured(table: Table) -> tuple[Replay, Floats, Floats, Floats]:
+    """Returns the replay whose model of exchanges fits the measured passes best, and the measured times of passes,
+    entries and links (see `View`)."""
     entry = np.nan_to_num(table.entry)
     # The first stage waits for nobody. If its first pass is late, this may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
@@ -38,7 +38,7 @@ def measured(table: Table) -> tuple[Floats, Floats, Floats, Replay]:
     if not table.clocks:
         # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
         models = models[:1]
-    best: tuple[float, Floats, Floats, Floats, Replay] | None = None
+    best: tuple[float, Replay, Floats, Floats, Floats] | None = None
     for model in models:
         replay = compiled(schedule, *model)
         link = links(table, replay)
@@ -46,7 +46,7 @@ def measured(table: Table) -> tuple[Floats, Floats, Floats, Replay]:
         missed = float(np.mean(np.abs(apart)))
         if best is None or missed < best[0] - _RESOLUTION:
             between = _between(apart) if table.clocks else 0.0
-            best = missed, table.passes + between, entry, link, replay
+            best = missed, replay, table.passes + between, entry, link
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]

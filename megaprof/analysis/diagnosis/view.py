@@ -26,6 +26,8 @@ class View:
     """Some steps of a run, with the factors of their passes. Arrays have ``n`` steps as their first axis, and most have
     replicas as the second one. See `Model` and `Table` for fields without a docstring."""
 
+    replay: Replay
+    """The schedule, with the model of exchanges that fits these steps best."""
     passes: Floats
     """[n, d, s, c, k, m]: milliseconds of each pass, with what its stage exchanged before it, apart from ``link``."""
     entry: Floats
@@ -80,22 +82,24 @@ class View:
 
     def joined(self, replica: int, other: View) -> View:
         """Returns the view with one replica replaced by another view of it."""
-        one = slice(replica, replica + 1)
-        per_step: dict[str, Any] = {name: _put(getattr(self, name), one, getattr(other, name)) for name in _PER_STEP}
-        return replace(self, **per_step)
+        per_step = {name: (getattr(self, name), getattr(other, name)) for name in _PER_STEP}
+        changed = {name: ms.copy() for name, (ms, new) in per_step.items() if not np.shares_memory(ms, new)}
+        for name, ms in changed.items():
+            ms[:, replica] = per_step[name][1][:, 0]
+        return replace(self, **changed)
 
     def scaled(self, factor: Floats, *, only_own: bool = False, **neutral: Any) -> View:
         """Returns the view with passes that take ``factor`` times as long, apart from what single passes waited or
         stalled and, with ``only_own``, from exposed communication. ``neutral``: the fields that change with it."""
         if (factor == 1.0).all():
             return replace(self, **neutral)
-        apart = self.beside + (sum(self.exposed.values()) if only_own else 0.0)
-        steady = self.passes - apart
-        other = steady * factor
-        of_stages = other.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
+        steady = self.steady - sum(self.exposed.values()) if only_own and self.exposed else self.steady
+        longer = steady * (factor - 1.0)
+        of_stages = 1.0 + longer.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
         exposed = self.exposed if only_own else {group: ms * factor for group, ms in self.exposed.items()}
         parts = {"peers": self.peers * of_stages[..., None], "least": self.least * factor, "idle": self.idle * factor}
-        return replace(self, passes=other + apart, **{"exposed": exposed, **parts, **neutral})
+        longer += self.passes
+        return replace(self, passes=longer, **{"exposed": exposed, **parts, **neutral})
 
     def first_waits(self) -> Floats:
         """Returns how long passes seem to have waited for data, [n, d, s, c, k, m], if that is not recorded."""
@@ -116,9 +120,14 @@ class View:
         """What passes took in addition to what the model explains, [n, d, s, c, k, m]."""
         return self.first_waits() + self.stalls() + sum(self.held.values())
 
+    @cached_property
+    def steady(self) -> Floats:
+        """Passes without that."""
+        return self.passes - self.beside
+
     def alone(self) -> Floats:
         """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""
-        return np.maximum(self.passes - self.beside - sum(self.exposed.values()), 0.0)
+        return np.maximum(self.steady - sum(self.exposed.values()), 0.0)
 
     def holding(self, now: Floats) -> View:
         """Returns the view with other contents."""
@@ -134,16 +143,17 @@ class View:
 
     def less(self, passes: Floats, **neutral: Any) -> View:
         """Returns the view with shorter passes. ``neutral``: the fields that change with it."""
-        left = np.maximum(self.passes - passes, np.minimum(self.passes, self.least))
-        return replace(self, passes=left, **neutral)
+        return replace(self, passes=np.maximum(self.passes - passes, np.minimum(self.passes, self.least)), **neutral)
 
-    def pipelines_ms(self, replay: Replay) -> Floats:
-        """Returns how long every replica takes until gradients are reduced, [n, d]."""
-        return replay.step_ms(self.passes, entry=self.entry, link=self.link)
+    @cached_property
+    def pipelines_ms(self) -> Floats:
+        """How long every replica takes until gradients are reduced, replayed, [n, d]."""
+        return self.replay.step_ms(self.passes, entry=self.entry, link=self.link)
 
-    def step_ms(self, replay: Replay) -> Floats:
-        """Returns the length of every step, [n]. All replicas wait for the slowest before they reduce gradients."""
-        length: Floats = self.pipelines_ms(replay).max(axis=1) + self.tail
+    @property
+    def step_ms(self) -> Floats:
+        """The length of every step, replayed, [n]. All replicas wait for the slowest before they reduce gradients."""
+        length: Floats = self.pipelines_ms.max(axis=1) + self.tail
         return length
 
 
@@ -151,16 +161,7 @@ _FACTORS = ("level", "work", "rank", "pace", "peers", "own", "least")
 _PER_STEP = (*_FACTORS, "passes", "entry", "link", "timely", "first", "stalled", "stalling", "exchange", "idle")
 
 
-def _put(values: Floats, where: slice, new: Floats) -> Floats:
-    """Returns a copy with the values of some replicas replaced, or the same array if they did not change."""
-    if np.shares_memory(values, new):
-        return values
-    changed = values.copy()
-    changed[:, where] = new
-    return changed
-
-
-def viewed(table: Table, model: Model, passes: Floats, entry: Floats, link: Floats) -> View:
+def viewed(table: Table, model: Model, replay: Replay, passes: Floats, entry: Floats, link: Floats) -> View:
     """Returns the view of the whole run."""
     n, d, s = entry.shape
     late = np.zeros((n, d, s))
@@ -188,6 +189,7 @@ def viewed(table: Table, model: Model, passes: Floats, entry: Floats, link: Floa
     usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
     whole = Content(*(np.repeat(part[None], n, axis=0) for part in model.content))
     return View(
+        replay,
         passes,
         entry,
         link,

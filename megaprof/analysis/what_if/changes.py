@@ -226,13 +226,11 @@ class Baseline:
 def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
     """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
     [n, d, s, c, k, m] in the schedule of ``replay``."""
-    view, before = run.view, run.view.pipelines_ms(run.replay)
-    beside = np.minimum(view.beside, view.passes) if passes is None else np.zeros_like(passes)
-    passes = view.passes if passes is None else passes
-    replay = replay or run.replay
-    took = replay.step_ms(passes, entry=view.entry, link=view.link)
-    shorter = before.max(axis=1) - took.max(axis=1)
-    chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
+    view, beside = run.view, np.minimum(run.view.beside, run.view.passes)
+    if passes is not None:
+        view, beside = replace(view, passes=passes, replay=replay or view.replay), np.zeros_like(passes)
+    shorter = run.view.step_ms - view.step_ms
+    chosen = np.sort(np.argsort(-view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
     # The factor of work [draw, s] that a stage might have had with other microbatches by chance.
     own_work, random = np.moveaxis(run.model.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
@@ -244,8 +242,8 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
     return Baseline(
-        replay=replay,
-        passes=of_chosen(passes - beside),
+        replay=view.replay,
+        passes=of_chosen(view.passes - beside),
         beside=of_chosen(beside),
         entry=of_chosen(view.entry),
         link=of_chosen(view.link),

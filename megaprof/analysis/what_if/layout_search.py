@@ -58,18 +58,24 @@ class _Problem:
         counts = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
         return counts if all(counts) else None
 
-    def replay(self, several: Iterable[_Counts]) -> None:
-        """Replays those of several layouts that were not replayed yet."""
+    def replay(self, several: Iterable[_Counts], longest: float = inf) -> None:
+        """Replays those of several layouts that were not replayed yet. A step that certainly takes more than
+        ``longest`` milliseconds counts as endless."""
         fresh = [counts for counts in dict.fromkeys(several) if counts not in self.step_ms]
         at_once = max(1, _PASSES_AT_ONCE // self.passes)
         for first in range(0, len(fresh), at_once):
             some = fresh[first : first + at_once]
             before = np.pad(np.cumsum(some, axis=1), ((0, 0), (1, 0)))
-            # [layout, chunk and stage, kind] to [layout, stage, chunk, kind, microbatch]
+            # [layout, chunk and stage, kind] to [layout, stage, chunk, kind]
             pieces = np.diff(self.ms_before[before], axis=1).reshape(len(some), self.vpp, self.pp, -1)
-            times = (pieces.swapaxes(1, 2) * self.factor)[..., None]
-            passes = np.broadcast_to(times, (*times.shape[:-1], self.microbatches))
-            step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
+            times = pieces.swapaxes(1, 2) * self.factor
+            # A stage runs its passes between the first forward and the last backward of the stages before it.
+            around = times[:, :, 0].sum(axis=-1) + times.shape[-1] * self.p2p_ms
+            least = self.microbatches * times.sum(axis=(2, 3)) + np.cumsum(around, axis=1) - around
+            step_ms, kept = np.full(len(some), inf), least.max(axis=1) <= longest * (1 + 1e-9)
+            if kept.any():
+                passes = np.broadcast_to(times[kept, ..., None], (kept.sum(), *times.shape[1:], self.microbatches))
+                step_ms[kept] = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
     def needs(self, several: _Whole) -> npt.NDArray[np.float64]:
@@ -133,8 +139,9 @@ def search(
     else:
         problem.replay(_starts(problem))
         problem.replay([_lowered(problem, problem.quickest_first()[0])])
-        for start in problem.fitting(problem.quickest_first())[:3]:
-            _improve(problem, start)
+        problem.step_ms = {start: problem.step_ms[start] for start in problem.fitting(problem.quickest_first())}
+        for start in [*problem.step_ms][:3]:
+            _improve(problem, start, top)
     return _best(problem, top)
 
 
@@ -228,17 +235,19 @@ def _lowered(problem: _Problem, counts: _Counts) -> _Counts:
     return counts
 
 
-def _improve(problem: _Problem, counts: _Counts) -> None:
+def _improve(problem: _Problem, counts: _Counts, top: int) -> None:
     """Moves one unit from a piece to another as long as the step gets shorter; the units in between move along. Moves
-    from the most loaded stages to the least loaded ones come first."""
+    from the most loaded stages to the least loaded ones come first. What is neither shorter nor among the ``top`` of
+    all is not replayed."""
     better: _Counts | None = counts
     while better is not None:
         counts, better = better, None
+        longest = max(problem.step_ms[counts], sorted([*problem.step_ms.values(), *[inf] * top])[top - 1])
         for moves in _moves(problem, counts):
             if len(problem.step_ms) >= problem.budget:
                 return
             fitting = problem.fitting(moves)
-            problem.replay(fitting)
+            problem.replay(fitting, longest)
             limit = problem.step_ms[counts] * (1 - 1e-12)
             better = next((moved for moved in fitting if problem.step_ms[moved] < limit), None)
             if better is not None:
@@ -268,7 +277,7 @@ def _best(problem: _Problem, top: int) -> dict[Layout, float]:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
         return float(f"{problem.step_ms[counts]:.10e}")
 
-    ranked = sorted(problem.fitting(list(problem.step_ms)), key=lambda counts: (step(counts), counts))
+    ranked = sorted((each for each in problem.step_ms if step(each) < inf), key=lambda counts: (step(counts), counts))
     if not ranked:
         return {}
     limit = step(ranked[min(top, len(ranked)) - 1])

@@ -122,7 +122,8 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> La
 def repacked(sequences: Sequences, steps: Sequence[Step]) -> Laid:
     """Returns the run with the sequences of each step packed as in ``steps``, which all have equally many microbatches.
     Raises ValueError if Megatron refuses that number."""
-    replay = rescheduled(sequences.run.replay, sequences.run.replay.schedule.chunks, len(steps[0][0]))
+    captured = sequences.run.view.replay
+    replay = rescheduled(captured, captured.schedule.chunks, len(steps[0][0]))
     prediction, passes = _predicted(sequences, "packing", _work(sequences, steps), replay)
     return Laid(prediction, passes, replay, tuple(steps))
 
@@ -141,7 +142,7 @@ def plans(sequences: Sequences) -> list[Prediction]:
     predictions = [laid.prediction for laid in possible if laid is not None]
     # The bound: all microbatches of a step take equally long.
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
-    even, _ = _predicted(sequences, "even_packing", mean, sequences.run.replay)
+    even, _ = _predicted(sequences, "even_packing", mean, sequences.run.view.replay)
     return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), even]
 
 
@@ -150,7 +151,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     run, costs, view = sequences.run, sequences.costs, sequences.run.view
     n = len(view.passes)
     slow = run.model.slow[..., None, None, None]
-    as_was = view.pipelines_ms(run.replay).max(axis=1)
+    as_was = view.pipelines_ms.max(axis=1)
 
     def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         longest: Floats = replay.step_ms(passes, entry=view.entry[rows], link=view.link[rows]).max(axis=1)
@@ -158,7 +159,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         """Returns the milliseconds of passes with these costs, longer by the disturbances of the step."""
-        usual = replayed(run.replay, taken(cost, sequences.work[rows]) * slow[rows], rows)
+        usual = replayed(view.replay, taken(cost, sequences.work[rows]) * slow[rows], rows)
         longer = (as_was[rows] / usual)[:, None, None, None, None, None]
         other: Floats = taken(cost, work[rows]) * slow[rows] * longer
         return other

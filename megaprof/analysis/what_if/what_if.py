@@ -107,7 +107,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     """Returns the predictions for a run, and the run as it can be changed by hand; None if ``warnings`` say why not.
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table = run.table
-    errors = (run.view.step_ms(run.replay) - table.length) / table.length
+    errors = (run.view.step_ms - table.length) / table.length
     steps, held = baseline(run), _held(table)
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
@@ -115,7 +115,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         replay_error=Spread.of(errors.tolist()),
         measured_ms=run.step_ms,
         outside_ms=float(table.reduction.mean()),
-        rendezvous=run.replay.rendezvous,
+        rendezvous=run.view.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
     )
@@ -246,10 +246,8 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
 def layouts(run: Changeable) -> list[_Priced]:
     """Returns the quickest layouts other than the captured one, even if they gain nothing, as `priced` does; of those
     with one name, and of those that do not fit into the measured memory, only the quickest."""
-    tried = [
-        predicted(run, "layout", replace(run.captured, pieces=pieces))
-        for pieces in _quickest(run, run.baseline.replay, _PRICED)
-    ]
+    quickest = _quickest(run, run.baseline.replay, _PRICED)
+    tried = [predicted(run, "layout", replace(run.captured, pieces=pieces)) for pieces in quickest]
     first = dict[object, _Priced]()
     for prediction, gains in sorted(tried, key=lambda each: each[0].step_ms.value):
         first.setdefault((prediction.layers, prediction.fits), (prediction, gains))
@@ -260,20 +258,14 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
     """Returns the layouts with the shortest undisturbed step, without the captured one. If some do not fit into the
     measured memory, it returns the quickest of all, followed by the quickest that fit."""
     schedule, memory = replay.schedule, run.memory
-    same = schedule.chunks == run.baseline.replay.schedule.chunks
+    same = schedule.chunks == run.baseline.replay.schedule.chunks  # then one may be the captured layout
     factor = run.costs.factor if same else run.costs.of_stage[:, None]
 
     def needs(stages: Whole, layers: Whole) -> Floats:
         return np.where(layers.any(axis=1), np.zeros(len(stages)), np.inf)  # no stage may be without layers
 
     searched = partial(
-        search,
-        run.costs.units,
-        replay,
-        p2p_ms=run.baseline.p2p_ms,
-        factor=factor,
-        needs=needs,
-        top=most + 1,
+        search, run.costs.units, replay, p2p_ms=run.baseline.p2p_ms, factor=factor, needs=needs, top=most + same
     )
     others = [pieces for pieces in searched() if pieces != run.pieces]
     if memory is not None and not all(memory.fit(pieces, schedule)[0] for pieces in others):

@@ -431,7 +431,7 @@ def test_what_both_directions_at_once_take_longer_belongs_to_the_slow_link(tmp_p
     held = {**run.view.held, EXCHANGE: run.view.held[EXCHANGE] + longer}
     exchange = run.view.exchange + 5.0 * (np.arange(run.view.exchange.shape[-1]) == 1)
     slow = replace(run, view=replace(view, held=held, exchange=exchange))
-    costs = float((view.step_ms(run.replay) - run.view.step_ms(run.replay)).mean())
+    costs = float((view.step_ms - run.view.step_ms).mean())
     every = terms(slow.table, slow.view, slow.step_ms)
     (link,) = (term for term in every if (term.kind, term.stage) == ("slow_link", 1))
     (usual,) = (term for term in every if (term.kind, term.group) == ("communication", "pp"))
@@ -576,7 +576,7 @@ def test_what_disturbed_some_passes_of_a_single_step_makes_no_cause_sure(tmp_pat
         HEALTHY, stages=2, microbatches=6, steps=1, noise=0.05, faults=(Fault("slow_backward", 1.3, stage=0),)
     )
     quiet = table_of(with_layers(slow, 3, 5), tmp_path)
-    replay = examine(quiet).replay
+    replay = examine(quiet).view.replay
     passes = quiet.passes.copy()
     passes[:, :, 0, :, 1, :2] *= 4.0
     end, length = replay.ends(passes, entry=quiet.entry), replay.step_ms(passes, entry=quiet.entry)
@@ -682,7 +682,7 @@ def test_what_makes_one_kind_of_pass_long_on_an_end_is_a_factor_that_a_loss_woul
 
 def test_the_closest_model_of_exchanges_counts_however_close_the_other_is(tmp_path):
     pipeline = replace(HEALTHY, buffered=True, noise=0.003, microbatches=24)
-    assert not examine(table_of(pipeline, tmp_path)).replay.rendezvous
+    assert not examine(table_of(pipeline, tmp_path)).view.replay.rendezvous
 
 
 def test_other_disturbances_of_a_shorter_step_are_in_the_interval_of_a_price(tmp_path):
