@@ -13,7 +13,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     add_profile_args(parser)  # 1. the options --profile-target and others
     args = parser.parse_args()
-    workload = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=8, hidden=64, seq_length=32, layer_ms=(24, 48))
+    workload = GPTWorkload(
+        pp=2, layers=4, layout=(3, 1), microbatches=8, hidden=64, seq_length=32, layer_ms=(24, 48), patient=True
+    )
     init_distributed()
     with cpu_megatron():
         gpt = build(workload)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
 from megaprof.cli.report import report_directory
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split
-unevenly. Every layer waits for a given time, as a host waits for a GPU, so that a busy machine changes less. Capture
-three training steps and log-prob passes on one rank per pipeline stage, with the times of the steps around them, and
-report which stage is slow and which layout would be faster. With --live, the job runs until Ctrl-C, so that you can
-watch it and make it capture from another shell."""
+unevenly. Every layer waits for a given time, as a host waits for a GPU, and longer on a busy machine, so that this
+changes less. Capture three training steps and log-prob passes on one rank per pipeline stage, with the times of the
+steps around them, and report which stage is slow and which layout would be faster. With --live, the job runs until
+Ctrl-C, so that you can watch it and make it capture from another shell."""
 _STEPS = 12
 #: Captured steps, which show what passes consist of, and steps behind them. The others show how long steps take.
 _CAPTURED, _BEHIND = 3, 4
@@ -136,14 +136,14 @@ def _steps_needed(report: Report) -> int:
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
-    """Trains some steps and captures the last of them."""
+    """Trains some steps and captures the last of them. Says so if the layers waited longer than they were meant to."""
     from megaprof.testing import RanksFailed, run_ranks
 
     if fault is not None:
         print(f"Fault: {faults.described(fault, workload, 0)}.", flush=True)
     with _progress(steps + len(_captured(steps)) + _OTHER_PHASES) as advance:
         try:
-            run_ranks(
+            layer_ms, *_ = run_ranks(
                 run_rank,
                 workload.world_size,
                 workload,
@@ -157,6 +157,8 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             raise CommandError(f"a rank failed (see above); the captured files are in {out}") from None
+    if layer_ms is not None and layer_ms != workload.layer_ms:
+        print("This machine is busy: each layer waited {:.0f} ms forward and {:.0f} ms backward.".format(*layer_ms))
 
 
 def workload_of(args: argparse.Namespace) -> GPTWorkload:
@@ -176,6 +178,7 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
         hidden=args.hidden,
         seq_length=args.seq_length,
         layer_ms=None if args.real else _LAYER_MS,
+        patient=not args.live,
     )
 
 
@@ -263,20 +266,20 @@ def _captured(steps: int) -> range:
     return range(max(end - _CAPTURED, min(1, steps - 1)), end)
 
 
-def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> dict[str, Any]:
-    """Runs one rank: training, log-probs and an evaluation."""
+def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> tuple[float, float] | None:
+    """Runs one rank: training, log-probs and an evaluation. Returns how long its layers waited."""
     with live.hooked_rank(workload, flags, fault) as (gpt, forward_backward):
-        losses, passes = [], len(_captured(steps))
+        passes = len(_captured(steps))
         for step in range(steps):
             print(f"train_actor step {step} ({step + 1} of {steps})", flush=True)
-            losses.append(gpt.train_step(forward_backward))
+            gpt.train_step(forward_backward)
         for step in range(passes):
             print(f"train_log_probs step {step} ({step + 1} of {passes})", flush=True)
             gpt.log_probs_pass(forward_backward)
         print("evaluation pass", flush=True)
         gpt.evaluate(forward_backward)
         print("finishing the files", flush=True)
-    return {"losses": losses, "parameters": gpt.parameter_digest()}
+    return gpt.layer_ms
 
 
 @contextmanager

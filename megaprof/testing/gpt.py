@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from megaprof.testing.workload import GPTWorkload
 
 ForwardBackward = Callable[..., list[Any]]
 """What ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns."""
+
+#: With this part of a core, a layer has computed long before 24 ms have passed, and it waits at most so many times.
+_ENOUGH, _MOST_TIMES = 0.25, 8.0
 
 
 def _layout_options(workload: GPTWorkload, field_names: Iterable[str]) -> dict[str, Any]:
@@ -153,13 +157,33 @@ def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     chunks = [_build_chunk(workload, config, chunk, device) for chunk in range(workload.vpp or 1)]
-    if (layer_ms := workload.layer_ms) is not None:
+    if (layer_ms := _layer_ms(workload, device)) is not None:
         pace(layers(chunks), lambda: layer_ms)
     if workload.overlap_grad_reduce:
         # As Megatron-LM's train() does: a function for one chunk, a list of them for several.
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return BuiltGPT(workload, config, chunks)
+    return BuiltGPT(workload, config, chunks, layer_ms)
+
+
+def _layer_ms(workload: GPTWorkload, device: str) -> tuple[float, float] | None:
+    """Returns `BuiltGPT.layer_ms`, the same on all ranks."""
+    if workload.layer_ms is None or not workload.patient:
+        return workload.layer_ms
+    times = torch.tensor([_ENOUGH / _share_of_a_core()], device=device).clamp(1.0, _MOST_TIMES)
+    torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
+    forward_ms, backward_ms = workload.layer_ms
+    return forward_ms * times.item(), backward_ms * times.item()
+
+
+def _share_of_a_core() -> float:
+    """Returns the part of a core that this thread got while it could run, since it began. Starting a rank takes seconds
+    of computing, so this says how busy the machine is. 1 if the system does not count it."""
+    try:
+        ran_ns, waited_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 1.0
+    return max(ran_ns, 1) / max(ran_ns + waited_ns, 1)
 
 
 class BuiltGPT:
@@ -169,14 +193,19 @@ class BuiltGPT:
         chunks: the model chunks, megatron-core's DistributedDataParallel around GPTModel; what a host passes on as
             ``model``.
         config: their TransformerConfig.
+        layer_ms: ``workload.layer_ms``. If the workload is ``patient``, this is longer on all ranks, up to 8 times, in
+            proportion to how much less than a quarter of a core a rank got while it started, which Linux counts.
         optimizer: AdamW over the chunks' parameters.
         step: the next training step, from 0.
     """
 
-    def __init__(self, workload: GPTWorkload, config: Any, chunks: list[Any]) -> None:
+    def __init__(
+        self, workload: GPTWorkload, config: Any, chunks: list[Any], layer_ms: tuple[float, float] | None
+    ) -> None:
         self.workload = workload
         self.config = config
         self.chunks = chunks
+        self.layer_ms = layer_ms
         self.optimizer = torch.optim.AdamW(
             [parameter for chunk in chunks for parameter in chunk.parameters()], lr=workload.learning_rate
         )

@@ -65,6 +65,8 @@ class GPTWorkload:
     layer_ms: tuple[float, float] | None = None
     """Milliseconds of a layer's forward and of its backward. The layer waits until they have passed, as a host waits
     for a GPU, so other work on the machine hardly changes them. None: as long as it computes."""
+    patient: bool = False
+    """Whether layers wait longer than ``layer_ms`` on a busy machine (see `BuiltGPT.layer_ms`)."""
     learning_rate: float = 1e-3
     """Learning rate of the optimizer."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +198,31 @@ def test_layouts_and_groups_of_four_ranks() -> None:
     reduced = [rank["reduced"] for rank in ranks]
     assert (reduced[0], reduced[2]) == (reduced[1], reduced[3])
     assert ranks[0]["tp ep"] == ranks[1]["tp ep"] != ranks[2]["tp ep"] == ranks[3]["tp ep"]
+
+
+@pytest.mark.parametrize(
+    ("schedstat", "patient", "times"),
+    [
+        ("600 1200 7", True, 1.0),
+        ("600 6000 7", True, 2.75),
+        ("600 6000 7", False, 1.0),
+        ("6 60000 7", True, 8.0),
+        ("0 0 0", True, 1.0),
+        (None, True, 1.0),
+    ],
+)
+def test_patient_layers_wait_longer_the_less_of_a_core_their_rank_got(
+    schedstat: str | None, patient: bool, times: float, one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(path: Path) -> str:
+        assert str(path) == "/proc/thread-self/schedstat"
+        if schedstat is None:
+            raise FileNotFoundError
+        return schedstat
+
+    monkeypatch.setattr("megaprof.testing.gpt.Path.read_text", read_text)
+    paced = build(replace(one_rank.workload, layer_ms=(10.0, 30.0), patient=patient))
+    assert paced.layer_ms == pytest.approx((10.0 * times, 30.0 * times))
 
 
 @pytest.mark.parametrize(
