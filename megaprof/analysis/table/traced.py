@@ -148,11 +148,10 @@ def _without(job: Job, fault_in: Callable[[TracedStep], Note | None]) -> None:
     undisturbed = [step for step in job.steps if step.key not in faulty]
     if not undisturbed:
         return
-    steps: dict[Note, set[int]] = {}
-    for _, note in notes:
-        steps.setdefault(msgspec.structs.replace(note, steps=()), set()).update(note.steps)
-    for note, step_numbers in steps.items():
-        job.warn(msgspec.structs.replace(note, steps=tuple(sorted(step_numbers))))
+    alike = grouped((note for _, note in notes), lambda note: msgspec.structs.replace(note, steps=()))
+    for note, same in alike.items():
+        numbers = {number for each in same for number in each.steps}
+        job.warn(msgspec.structs.replace(note, steps=tuple(sorted(numbers))))
     job.steps = undisturbed
 
 

@@ -114,24 +114,23 @@ class NsysWindows:
 
     def _of_process(self, pid: int, traced: list[TracedRange], only_process: bool) -> Iterator[Trace]:
         events = self.processes[pid]
-        windows = list(self._windows(pid, traced, only_process))
-        gpu = activities(events, None)[0] if windows else None
+        if not (windows := list(self._windows(pid, traced, only_process))):
+            return
+        gpu, *_ = activities(events, None)
         for number, (metadata, outermost, warnings) in enumerate(windows):
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
-            window_gpu = None if gpu is None else gpu.rows((gpu.launched >= begin) & (gpu.launched < end))
-            if window_gpu is None or not window_gpu.kernel.any():
-                window_gpu, unseen = None, without_kernels(metadata, 0, has_gpu=self._has_gpu, nsys=True)
-            else:
-                unseen = without_times(window_gpu)
+            window_gpu = gpu.rows((gpu.launched >= begin) & (gpu.launched < end))
+            has_kernels = bool(window_gpu.kernel.any())
+            why_none = without_kernels(metadata, 0, has_gpu=self._has_gpu, nsys=True)
             yield Trace(
                 path=self._path,
                 metadata=metadata,
                 ranges=tuple(within(traced, outermost[0].start, outermost[-1].end)),
-                gpu=window_gpu,
-                unseen=unseen,
+                gpu=window_gpu if has_kernels else None,
+                unseen=without_times(window_gpu) if has_kernels else why_none,
                 warnings=warnings,
-                knows_collectives=window_gpu is not None,
+                knows_collectives=has_kernels,
                 part=Part(pid, begin, end),
                 base=events.base,
             )
@@ -169,21 +168,17 @@ class NsysWindows:
     def _sidecar(self, pid: int, row: TracedRange, step: int) -> Path | None:
         """Returns the ``.nsys.json`` of this host and process for the window with a step's range; None if there is
         none."""
-        coordinates = tuple(row.name.fields.get(axis) for axis in AXES)
+        coordinates = [row.name.fields.get(axis) for axis in AXES]
         for path in self._sidecars:
             name = parse_artifact_name(path.name)
             if name is None or name.target != sanitise(row.name.label) or name.step > step:
                 continue
-            if tuple(getattr(name.place, axis) for axis in AXES) != coordinates:
+            if [getattr(name.place, axis) for axis in AXES] != coordinates:
                 continue
             metadata = self._read_sidecar(path)
-            if (
-                metadata is None
-                or metadata.target != row.name.label
-                or not metadata.steps[0] <= step <= metadata.steps[1]
-            ):
+            if metadata is None or metadata.pid != pid or self._host not in (None, metadata.host):
                 continue
-            if metadata.pid == pid and self._host in (None, metadata.host):
+            if metadata.target == row.name.label and metadata.steps[0] <= step <= metadata.steps[1]:
                 return path
         return None
 

@@ -135,21 +135,15 @@ def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
     (`in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
     NoCluster."""
-    paths = list(map(path_of, sources))
-    for done, reading in enumerate(in_processes(read, sources, workers, _useful_processes(paths)), 1):
+    sizes, useful = _sizes_of(map(path_of, sources)), 1
+    if sum(sizes.values()) >= _WORTH_IT:
+        bytes_of = {path: size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()}
+        fitting = int(_SHARE * inputs.memory_left() / (_PROCESS + max(bytes_of.values(), default=0)))
+        useful = max(1, min(len(sizes), _processors(), fitting))
+    for done, reading in enumerate(in_processes(read, sources, workers, useful), 1):
         if progress is not None:
-            progress(done, len(paths))
+            progress(done, len(sources))
         yield reading
-
-
-def _useful_processes(paths: Sequence[Path]) -> int:
-    sizes = _sizes_of(paths)
-    if sum(sizes.values()) < _WORTH_IT:
-        return 1
-    process_bytes = _PROCESS + max(
-        size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()
-    )
-    return max(1, min(len(sizes), _processors(), int(_SHARE * inputs.memory_left() / process_bytes)))
 
 
 class Timelines:
@@ -268,7 +262,7 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
+def _sizes_of(paths: Iterable[Path]) -> dict[Path, int]:
     """Returns the size in bytes of each file that exists."""
     sizes = {}
     for path in paths:

@@ -104,6 +104,7 @@ class Exchanges(NamedTuple):
     began and ended, on the GPU if it is a kernel."""
 
 
+_NO_TIME = intervals(())
 _NO_EXCHANGES = Exchanges((), np.zeros((0, 4), dtype=np.int64))
 
 
@@ -135,7 +136,7 @@ class TracedStep:
     """True if it is known what the GPU did for it."""
     kernels: Exchanges = _NO_EXCHANGES
     """Its exchanges as kernels of the pipeline's group."""
-    pipeline: Intervals = field(default_factory=lambda: intervals(()))
+    pipeline: Intervals = field(default_factory=_NO_TIME.copy)
     """When the pipeline's group communicated between passes and nothing computed; disjoint."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """Nanoseconds by name, for `Table.spent`; NaN for what the trace does not show, with the reason in ``reasons``."""
@@ -195,11 +196,12 @@ class TracedStep:
 
 def steps_of(trace: Trace) -> list[TracedStep]:
     """Returns every step in ``trace``, in order of time."""
-    outermost = [(traced, step) for traced in trace.ranges if (step := traced.name.fields.get("step")) is not None]
     role_ranges = [traced for traced in trace.ranges if traced.name.role is not None]
     counts: Counter[tuple[str, int]] = Counter()
     steps = []
-    for outer, number in outermost:
+    for outer in trace.ranges:
+        if (number := outer.name.fields.get("step")) is None:
+            continue
         target = outer.name.label
         enclosing = [traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end]
         innermost = max(enclosing, key=lambda traced: (traced.start, -traced.end), default=None)
@@ -503,16 +505,12 @@ def _by_elimination(
     return use, doubtful
 
 
-def _per_owner(
-    owner: Numbers, rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals | None = None
-) -> Numbers:
+def _per_owner(owner: Numbers, rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals = _NO_TIME) -> Numbers:
+    """Returns for how long one of the ``rows`` of each owner ran, and nothing hid it, [owner]."""
     rows = rows & (owner >= 0)
     busy_owners, busy_spans = union_by(owner[rows], spans[rows])
-    lengths = busy_spans[:, 1] - busy_spans[:, 0]
-    if hidden_by is not None:
-        lengths = lengths - covered(hidden_by, busy_spans)
     sums = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, busy_owners, lengths)
+    np.add.at(sums, busy_owners, busy_spans[:, 1] - busy_spans[:, 0] - covered(hidden_by, busy_spans))
     return sums
 
 
