@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.fleet.reading import CALLS, Key
 from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
@@ -104,11 +103,17 @@ def tabulate(
     by_stage = np.fmax.reduce(stacked("work"), axis=3)
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
+    sequences: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for rank, (replica, *_) in zip(table_ranks, np.ndindex(*shape), strict=True):  # the first one that recorded them
+        for (t, microbatch), recorded_lengths in rank.sequences.items():
+            for index in np.flatnonzero(steps == rank.steps[t]).tolist():
+                sequences.setdefault((index, replica, microbatch), recorded_lengths)
+    by_place = np.array(table_ranks, dtype=object).reshape(shape)
+    of_stages = [by_place[:, stage].ravel().tolist() for stage in range(schedule.stages)]
     # The ranks of every replica and stage with their hosts, equally many for each.
-    stages = [table_ranks[first : first + shape[2]] for first in range(0, len(table_ranks), shape[2])]
-    most_names = 1 if len({sum(len(rank.names) for rank in peers) for peers in stages}) > 1 else None
-    names = [[name for rank in peers for name in rank.names[:most_names]] for peers in stages]
-    ranks_by_stage = [[rank for rank in table_ranks if rank.place[1] == stage] for stage in range(schedule.stages)]
+    counts = {sum(len(rank.names) for rank in by_place[place]) for place in np.ndindex(*shape[:2])}
+    most_names = 1 if len(counts) > 1 else None
+    names = [[[name for rank in peers for name in rank.names[:most_names]] for peers in stages] for stages in by_place]
     entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
         target=key.target,
@@ -118,12 +123,9 @@ def tabulate(
         steps=steps >> CALLS,
         calls=steps & (1 << CALLS) - 1,
         offset_ns=offset_ns,
-        ranks=np.array([[rank for rank, _ in members] for members in names]).reshape(*shape[:2], -1),
-        hosts=tuple(
-            tuple(tuple(host for _, host in members) for members in names[first : first + shape[1]])
-            for first in range(0, len(names), shape[1])
-        ),
-        metadata=tuple(stage_ranks[0].metadata for stage_ranks in ranks_by_stage),
+        ranks=np.array([[[rank for rank, _ in peers] for peers in stages] for stages in names]),
+        hosts=tuple(tuple(tuple(host for _, host in peers) for peers in stages) for stages in names),
+        metadata=tuple(of_stage[0].metadata for of_stage in of_stages),
         start=start.min(axis=3),
         end=end.max(axis=3),
         compute=compute,
@@ -142,14 +144,14 @@ def tabulate(
         clocks=clocks,
         aligned_ms=aligned_ms,
         device=device,
-        memory=tuple(combined_peak(rank.memory for rank in stage_ranks) for stage_ranks in ranks_by_stage),
-        modules=tuple(modules_of(stage_ranks) for stage_ranks in ranks_by_stage),
+        memory=tuple(combined_peak(rank.memory for rank in of_stage) for of_stage in of_stages),
+        modules=tuple(modules_of(of_stage) for of_stage in of_stages),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max(
             (rank.lengths_from for rank in table_ranks if rank.lengths_from), key=SOURCES.index, default=None
         ),
         experts=experts if np.isfinite(experts).all() else None,
-        sequences=_sequences(table_ranks, shape, steps),
+        sequences=sequences,
         iterations=iterations_of({rank.names[0][0]: rank.parts for rank in table_ranks}),
     )
 
@@ -158,20 +160,6 @@ def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tu
     """Returns the nanoseconds of every pass through a module, of all these ranks or steps."""
     keys = dict.fromkeys(key for each in recorded for key in each.modules)
     return {key: tuple(ns for each in recorded for ns in each.modules.get(key, ())) for key in keys}
-
-
-def _sequences(
-    ranks: Sequence[RankSteps], shape: tuple[int, int, int], steps: npt.NDArray[np.int64]
-) -> dict[tuple[int, int, int], tuple[int, ...]]:
-    """Returns `Table.sequences`, by the first rank of each replica that recorded them."""
-    index_of_step = {int(step): t for t, step in enumerate(steps)}
-    sequences: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for position, rank in enumerate(ranks):
-        replica = position // (shape[1] * shape[2])
-        for (t, microbatch), lengths in rank.sequences.items():
-            if (index := index_of_step.get(int(rank.steps[t]))) is not None:
-                sequences.setdefault((index, replica, microbatch), lengths)
-    return sequences
 
 
 def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
