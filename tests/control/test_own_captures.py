@@ -109,17 +109,17 @@ def test_a_real_job_captures_its_own_slow_steps(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megaprof import install_hooks
-    from megaprof.control.listener import Listener
 
     milliseconds = 100.0  # rather than what steps take on a machine that others use, too
     looks: list[None] = []  # of the watchdog
+    look = Watchdog.look
 
-    def step_time(self: Listener, target: str) -> tuple[int, float]:
+    def told(self: Watchdog, job: Any, calls: int, took: float | None, *, busy: bool) -> None:
         looks.append(None)
-        return len(looks), milliseconds
+        look(self, job, len(looks), milliseconds, busy=busy)
 
     monkeypatch.setattr("megaprof.control.listener.interval", lambda world: 0.05)
-    monkeypatch.setattr(Listener, "step_time", step_time)
+    monkeypatch.setattr(Watchdog, "look", told)
     caplog.set_level(logging.WARNING, "megaprof")
     with install_hooks(one_rank.chunks, config(tmp_path, trigger_step_time=1.5)):
         forward_backward = get_forward_backward_func()

@@ -23,8 +23,8 @@ from megaprof.hooks.inputs import Watched
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.tables import tables_in
 
-#: Milliseconds that a microbatch's data is late.
-LATE = 30.0
+#: Milliseconds that a microbatch's data is late: more than a busy machine holds up another one.
+LATE = 200.0
 
 
 class Loader:
