@@ -16,7 +16,7 @@ import numpy as np
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
-from megaprof.analysis.report.tables import Cell, Column, TableView, row, stacked
+from megaprof.analysis.report.tables import Cell, Column, TableView, stacked, table
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.report.text.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
@@ -340,42 +340,34 @@ def stages_table(view: View) -> TableView:
     waited_for = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
     on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
     rows = [
-        row(
-            Cell(f"{stage.pp} waited for", "slow") if stage.pp in waited_for else stage.pp,
-            stage.ranks,
-            stage.step,
-            number(stage.step_ms),
-            number(stage.compute_ms),
-            Cell(bars=(stacked([("compute", stage.compute_ms, "")]),)),
-            number(stage.gradients_ms),
-            ratio(stage.imbalance),
-            stage.slowest_rank,
-            number(stage.slowest_ms),
-            *([percent(stage.host_bound_passes)] if on_gpu else []),
-            emphasis="slow" if stage.pp == summary.slow_stage else "",
-        )
+        {
+            Column("stage"): Cell(f"{stage.pp} waited for", "slow") if stage.pp in waited_for else stage.pp,
+            Column("rank\ncount"): stage.ranks,
+            Column("step"): stage.step,
+            Column("step", unit="ms"): number(stage.step_ms),
+            Column("passes", unit="ms"): number(stage.compute_ms),
+            Column("share", "bars"): Cell(bars=(stacked([("compute", stage.compute_ms, "")]),)),
+            Column("gradients", unit="ms"): number(stage.gradients_ms),
+            Column("imbalance"): ratio(stage.imbalance),
+            Column("slowest\nrank"): stage.slowest_rank,
+            Column("its\npasses", unit="ms"): number(stage.slowest_ms),
+            **({Column("passes that wait\nfor the host"): percent(stage.host_bound_passes)} if on_gpu else {}),
+        }
         for stage in summary.stages
     ]
-    columns = (
-        Column("stage"),
-        Column("rank\ncount"),
-        Column("step"),
-        Column("step", unit="ms"),
-        Column("passes", unit="ms"),
-        Column("share", "bars"),
-        Column("gradients", unit="ms"),
-        Column("imbalance"),
-        Column("slowest\nrank"),
-        Column("its\npasses", unit="ms"),
-        *([Column("passes that wait\nfor the host")] if on_gpu else []),
-    )
-    return TableView("stages of the job", columns, tuple(rows))
+    slow = [place for place, stage in enumerate(summary.stages) if stage.pp == summary.slow_stage]
+    return table("stages of the job", rows, slow)
 
 
 def slow_ranks_table(view: View) -> TableView:
     rows = [
-        row(slow.ranks[0], slow.stage, number(slow.compute_ms), number(slow.peers_ms), f"{slow.ratio:.1f}")
+        {
+            Column("rank"): slow.ranks[0],
+            Column("stage"): slow.stage,
+            Column("computes", unit="ms"): number(slow.compute_ms),
+            Column("its peers", unit="ms"): number(slow.peers_ms),
+            Column("times as long"): f"{slow.ratio:.1f}",
+        }
         for slow in view.slow_of_stages[:_SLOWEST]
     ]
-    columns = Column("computes", unit="ms"), Column("its peers", unit="ms"), Column("times as long")
-    return TableView("slow ranks", (Column("rank"), Column("stage"), *columns), tuple(rows))
+    return table("slow ranks", rows)

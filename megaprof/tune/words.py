@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import shlex
 import time
-from itertools import compress
 
 from markupsafe import Markup
 from rich.console import Console
 
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import date, environment, static
-from megaprof.analysis.report.tables import Column, TableView, row
+from megaprof.analysis.report.tables import Column, TableView, table
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import counted
 from megaprof.tune.tuning import Trial, Tuning
 from megaprof.version import __version__
 
-_OUTCOMES = {
-    None: "not run yet",
-    "measured": "measured",
-    "failed": "failed",
-    "out_of_memory": "out of memory",
-    "time_limit": "out of time",
-    "not_as_asked": "not as asked",
-    "above_limit": "above the limit of memory",
-}
-COLUMNS = (
-    Column("trial"),
-    Column("layout", "text"),
-    Column("step", unit="ms"),
-    Column("predicted", unit="ms"),
-    Column("memory", unit="GiB"),
-    Column("predicted", unit="GiB"),
-    Column("times\nas fast"),
-    Column("outcome", "text"),
-)
+#: The outcomes that are not named as in the data.
+_OUTCOMES = {None: "not run yet", "time_limit": "out of time", "above_limit": "above the limit of memory"}
 
 
 def sentence(tuning: Tuning) -> str:
@@ -86,23 +68,25 @@ def _depth(tuning: Tuning) -> str | None:
 def trials(tuning: Tuning) -> TableView:
     """Returns a row for every trial, without the columns that are empty for all of them."""
     first_step = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
-    rows = [
-        (
-            str(trial.number),
-            trial.what,
-            words.within(trial.step_ms),
-            words.within(trial.proposal.step_ms if trial.proposal else None),
-            most(trial.memory),
-            most(trial.proposal.memory if trial.proposal else None),
-            words.speedup(first_step.over(trial.step_ms, RERUN))
-            if trial.proposal and first_step and trial.step_ms
-            else words.ABSENT,
-            _outcome(trial),
+    rows = []
+    for trial in tuning.trials:
+        proposal, speedup = trial.proposal, words.ABSENT
+        if proposal and first_step and trial.step_ms:
+            speedup = words.speedup(first_step.over(trial.step_ms, RERUN))
+        rows.append(
+            {
+                Column("trial"): str(trial.number),
+                Column("layout", "text"): trial.what,
+                Column("step", unit="ms"): words.within(trial.step_ms),
+                Column("predicted", unit="ms"): words.within(proposal.step_ms if proposal else None),
+                Column("memory", unit="GiB"): most(trial.memory),
+                Column("predicted", unit="GiB"): most(proposal.memory if proposal else None),
+                Column("times\nas fast"): speedup,
+                Column("outcome", "text"): _outcome(trial),
+            }
         )
-        for trial in tuning.trials
-    ]
-    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*rows, strict=True)]
-    return TableView("trials", tuple(compress(COLUMNS, filled)), tuple(row(*compress(cells, filled)) for cells in rows))
+    filled = {column for cells in rows for column, cell in cells.items() if cell != words.ABSENT}
+    return table("trials", [{column: cells[column] for column in cells if column in filled} for cells in rows])
 
 
 def command_line(tuning: Tuning) -> str | None:
@@ -162,6 +146,8 @@ def page(tuning: Tuning) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    predicted = {True: "as predicted", False: "not as predicted", None: None}[trial.as_predicted]
-    outcome = None if trial.outcome == "measured" and predicted else _OUTCOMES[trial.outcome]
-    return ", ".join(filter(None, (outcome, predicted)))
+    outcome = _OUTCOMES.get(trial.outcome) or str(trial.outcome).replace("_", " ")
+    if trial.as_predicted is None:
+        return outcome
+    predicted = "as predicted" if trial.as_predicted else "not as predicted"
+    return predicted if trial.outcome == "measured" else f"{outcome}, {predicted}"

@@ -12,7 +12,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.diff import Difference, StageDiff, TargetDiff
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import PHASES
-from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked
+from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked, table
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.report.text.words import (
     ABSENT,
@@ -42,14 +42,18 @@ _PERCENTILES = ("p50", "p95", "p99", "max")
 
 
 def targets_table(report: Report) -> TableView:
-    columns = Column("target", "text"), Column("role", "text"), Column("verdict", "text"), Column("imbalance")
-    rows = []
-    for place, target in enumerate(report.targets):
-        brief = target.in_brief()
-        verdict = Cell(brief.text, "" if brief.severity == "open" else brief.severity)
-        name, step_ms = Cell(target.target, link=f"#t{place}"), number(target.step_ms or None)
-        rows.append(row(name, target.role or "", verdict, ratio(target.imbalance), step_ms))
-    return TableView(counted(len(rows), "target"), (*columns, Column("step time", unit="ms")), tuple(rows))
+    briefs = [target.in_brief() for target in report.targets]
+    rows = [
+        {
+            Column("target", "text"): Cell(target.target, link=f"#t{place}"),
+            Column("role", "text"): target.role or "",
+            Column("verdict", "text"): Cell(brief.text, "" if brief.severity == "open" else brief.severity),
+            Column("imbalance"): ratio(target.imbalance),
+            Column("step time", unit="ms"): number(target.step_ms or None),
+        }
+        for place, (target, brief) in enumerate(zip(report.targets, briefs, strict=True))
+    ]
+    return table(counted(len(rows), "target"), rows)
 
 
 def iterations_table(found: Iterations | None) -> TableView | None:
@@ -60,23 +64,22 @@ def iterations_table(found: Iterations | None) -> TableView | None:
     for part in found.parts:
         alone = part.rank_ms - part.ms > LEAST * found.ms
         often = f"1 in {round(1.0 / part.often)}" if part.often < 0.5 else percent(part.often)
-        shares = percent(part.ms / found.ms), often, number(part.longest_ms)
         rows.append(
-            row(
-                _OF_ITERATION.get(part.name, part.name.replace("_", " ")),
-                number(part.ms),
-                Cell(bars=(stacked([(part.name, part.ms, "")]),)),
-                *shares,
-                f"{part.rank}: {number(part.rank_ms)}" if alone else "",
-            )
+            {
+                Column("part", "name"): _OF_ITERATION.get(part.name, part.name.replace("_", " ")),
+                Column("an iteration", unit="ms"): number(part.ms),
+                Column("share", "bars"): Cell(bars=(stacked([(part.name, part.ms, "")]),)),
+                Column("of it"): percent(part.ms / found.ms),
+                Column("iterations\nwith it"): often,
+                Column("longest", unit="ms"): number(part.longest_ms),
+                Column("rank with\nmost of it", unit="ms"): f"{part.rank}: {number(part.rank_ms)}" if alone else "",
+            }
         )
     title = (
         f"where an iteration of a rank goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; "
         f"{percent(found.outside)} lies outside of the schedule"
     )
-    columns = [Column("part", "name"), Column("an iteration", unit="ms"), Column("share", "bars"), Column("of it")]
-    columns += Column("iterations\nwith it"), Column("longest", unit="ms")
-    return TableView(title, (*columns, Column("rank with\nmost of it", unit="ms")), tuple(rows))
+    return table(title, rows)
 
 
 def roles_table(targets: Sequence[TargetReport]) -> TableView | None:
