@@ -147,7 +147,6 @@ def _stamp(path: Path) -> Hashable:
 
 
 def page(name: str) -> str:
-    """Returns the text of one of `PAGES`."""
     return (_docs() / f"{name}.md").read_text(encoding="utf-8")
 
 
@@ -217,7 +216,6 @@ class Consent(BaseModel):
 
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
-    """Returns the server with all its tools and documents."""
     tools: list[Tool] = []
     for name, (names, answer, text) in _TOOLS.items():
         command = name.replace("_", "-")
@@ -263,7 +261,6 @@ class _CommandTool(Tool):
 
     @property
     def required(self) -> list[str]:
-        """The names of arguments that must be given."""
         return [name for name, action in self.taken.items() if action.required]
 
     async def run(self, arguments: dict[str, Any], context: Context[Any, Any], convert_result: bool = False) -> Any:

@@ -78,7 +78,6 @@ class Place:
 
     @cached_property
     def id(self) -> str:
-        """Its id in addresses."""
         return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
     @cached_property
@@ -158,24 +157,12 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         return
 
 
-@dataclass(frozen=True)
-class Brief:
-    """A target at a glance."""
-
-    title: str
-    severity: str
-    """``slow``, ``open`` or ``fine``."""
-    verdict: str
-    step_ms: float | None
-    """Milliseconds of an average step that the verdict is about; None if unknown."""
-    imbalance: float | None
-    stood_still: tuple[str, ...]
+Brief = dict[str, Any]
+"""A target at a glance, for ``brief.html``."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The data that the pages about a directory show."""
-
     report: Report
     """The report, without the data that draws its steps."""
     page: str
@@ -193,13 +180,19 @@ def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill,
     steps = report.steps()
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
-    briefs = []
-    for target in report.targets:
-        verdict, fleet = target.in_brief(report.standstill), target.fleet
-        stood_still = tuple(finding.text for finding in standstill_findings(fleet.standstills if fleet else ()))
-        about = words.title(*target.key), verdict.severity, verdict.text
-        briefs.append(Brief(*about, target.step_ms or None, target.imbalance, stood_still))
-    return Capture(replace(report, drawn={}), shown, drawn, tuple(briefs))
+    briefs = tuple(
+        {
+            "title": words.title(*target.key),
+            "verdict": target.in_brief(report.standstill),
+            "step_ms": target.step_ms,
+            "imbalance": target.imbalance,
+            "stood_still": [
+                each.text for each in standstill_findings(target.fleet.standstills if target.fleet else ())
+            ],
+        }
+        for target in report.targets
+    )
+    return Capture(replace(report, drawn={}), shown, drawn, briefs)
 
 
 def _begin(most_bytes: int | None) -> None:

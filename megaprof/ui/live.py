@@ -45,8 +45,6 @@ class Point:
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """The progress of a capture that was requested."""
-
     text: str
     severity: str
     """``open`` while it is under way, ``fine`` if everything was captured, ``slow`` if not."""
@@ -55,8 +53,6 @@ class CaptureProgress:
 
 @dataclass(frozen=True)
 class Now:
-    """The content of a live page."""
-
     at: float
     """Wall-clock seconds."""
     state: str
@@ -90,7 +86,6 @@ class Now:
 
     @property
     def targets(self) -> list[str]:
-        """The targets that can be captured; those that the job has run come first."""
         statuses = self.view.statuses.values() if self.view else ()
         done = dict.fromkeys(call.target for status in statuses for call in status.calls)
         return [*(name for name in done if name in TARGETS), *(name for name in TARGETS if name not in done)]
@@ -167,7 +162,6 @@ class LiveJob:
         return requester
 
     async def _carry(self, requester: Requester) -> None:
-        """Follows a request until its files are written."""
         what = requester.request.target
         try:
             while (outcome := await run_in_threadpool(requester.advance)) is None:

@@ -304,12 +304,10 @@ async def _form(request: Request) -> dict[str, str]:
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns a page, or a part of one, as HTML."""
     return _TEMPLATES.get_template(template).render(**values)
 
 
 def links_of(place: Place) -> tuple[tuple[str, str], ...]:
-    """Returns the addresses and names of the pages that a capture links to."""
     links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
     return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
 

@@ -31,8 +31,6 @@ MOST_DRAWN = 24
 
 @dataclass(frozen=True)
 class WhatIfPage:
-    """The content of the what-if page."""
-
     known: Changeable
     now: Tried
     """The setting that is shown."""
