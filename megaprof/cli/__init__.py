@@ -2,8 +2,7 @@
 extra, and imported only if used.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
-``run(arguments) -> exit code``. It raises `CommandError` if its input is not sufficient. `EXIT_CODES` says what the
-exit codes mean.
+``run(arguments) -> exit code``. It raises `CommandError` if its input is not sufficient.
 """
 
 from __future__ import annotations
@@ -46,30 +45,15 @@ COMMANDS = {
     "what-if": ("cli.what_if", "predict the effect of another layout, other microbatches or another packing"),
     "watch": ("cli.watch", "show a running job's stages as a live table"),
 }
+#: The exit codes beside 0, with the meanings in docs/scripts.md, which never change.
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
-#: The meaning of each exit code, as in docs/scripts.md. The meaning of a code never changes.
-EXIT_CODES = {
-    0: "The command did what it was asked to do.",
-    FAILED: "The input is not sufficient, or only part of the work was done; one line on standard error says why.",
-    USAGE: "The arguments make no sense; standard error says which.",
-    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some or all of its ranks have died or are silent. "
-    "`hang` also: it stood still before it ended. `megaprof diff --fail-above`: a step is surely slower by more.",
-    INTERRUPTED: "Ctrl-C.",
-    TERMINATED: "SIGTERM; for `megaprof tune` and `megaprof rehearse`, also a closed terminal.",
-}
 _INPUT_LIMIT = "--max-input-mib"
 #: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {
-    "jinja2": "report",
-    "markupsafe": "report",
-    "mcp": "mcp",
-    "megatron": "train",
-    "pyarrow": "export",
-    "rich": "report",
-    "shtab": "completion",
-    "starlette": "ui",
-    "torch": "train",
-    "uvicorn": "ui",
+    **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
+    **dict.fromkeys(("megatron", "torch"), "train"),
+    **dict.fromkeys(("starlette", "uvicorn"), "ui"),
+    **{"mcp": "mcp", "pyarrow": "export", "shtab": "completion"},
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from megaprof.cli import EXIT_CODES, main
+from megaprof.cli import FAILED, INTERRUPTED, TERMINATED, UNWELL, USAGE, main
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests import schemas
 from tests.analysis.exchanging import exchanging, write
@@ -91,8 +91,8 @@ def test_a_field_that_is_missing_or_unknown_is_found(tmp_path: Path, capsys: pyt
 
 
 def test_the_documents_have_the_exit_codes() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "docs" / "scripts.md").read_text(), re.M)
-    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+    rows = re.findall(r"^\| (\d+) \| .* \|$", (ROOT / "docs" / "scripts.md").read_text(), re.M)
+    assert [*map(int, rows)] == [0, FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED]
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["report", "nowhere"], 1), (["report", ".", "--workers", "x"], 2)])
