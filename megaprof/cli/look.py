@@ -42,8 +42,6 @@ State = Literal["starts", "runs", "hangs", "died", "ended"]
 
 @dataclass(frozen=True)
 class View:
-    """The result of one look."""
-
     job: RunningJob
     statuses: dict[int, RankStatus]
     """The statuses that could be read, by rank."""

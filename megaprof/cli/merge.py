@@ -45,7 +45,6 @@ def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merges, and says what was merged and how far apart the clocks were."""
     merged = merged_into(arguments, arguments.out)
     out: Path = arguments.out
     if arguments.json:

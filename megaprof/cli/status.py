@@ -187,12 +187,11 @@ def in_words(view: View) -> list[str]:
 
 def _headline(view: View) -> Iterator[str]:
     run, statuses = view.job.run, view.statuses
-    shape = " ".join(f"{axis}{getattr(run.sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
     heard = {run.world: "all", 0: "none"}.get(len(view.heard), len(view.heard))
     last = max((status.time for status in view.statuses.values()), default=view.now)
     runs = f"ran for {ago(last - run.started)}" if view.silence else f"running for {ago(view.now - run.started)}"
-    yield f"{counted(run.world, 'rank')} ({shape}){role}, {runs}, {heard} of them answering"
+    yield f"{counted(run.world, 'rank')} ({run.sizes}){role}, {runs}, {heard} of them answering"
     for target, of_role in dict.fromkeys((c.target, c.role) for status in statuses.values() for c in status.calls):
         numbers = [step for status in statuses.values() if (step := status.step_of(target, of_role)) is not None]
         if numbers:

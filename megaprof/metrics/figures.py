@@ -123,11 +123,8 @@ class _Stage(NamedTuple):
     """Compute of each rank over that of the others (`peers.of_others`), as in the report; empty without others."""
     slow: dict[int, float]
     """The same, of the slow ranks."""
-
-    @property
-    def usual(self) -> list[RankStatus]:
-        """The ranks that show how long the stage computes, as in the report."""
-        return [status for status in self.members if status.rank not in self.slow]
+    usual: list[RankStatus]
+    """The ranks that show how long the stage computes, as in the report."""
 
 
 def _stages(statuses: Iterable[RankStatus]) -> dict[int, _Stage]:
@@ -142,7 +139,7 @@ def _stages(statuses: Iterable[RankStatus]) -> dict[int, _Stage]:
         above = {status.rank: factor for status, factor in zip(timed, factors, strict=False)}
         left = {status.rank: (_undisturbed_ms(status) or 0.0) / (status.compute_ms or 1.0) for status in timed}
         slow = {rank: factor for rank, factor in above.items() if factor * left[rank] > SLOW}
-        stages[pp] = _Stage(members, above, slow)
+        stages[pp] = _Stage(members, above, slow, [status for status in members if status.rank not in slow])
     return stages
 
 

@@ -341,7 +341,6 @@ def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
 
 
 def _free_name(directory: Path, number: int) -> str:
-    """Returns the name of a new directory for a trial."""
     names = (f"trial-{number}" + (f".{attempt}" if attempt > 1 else "") for attempt in range(1, 1000))
     return next(name for name in names if not (directory / name).exists())
 

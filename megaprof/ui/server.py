@@ -242,7 +242,6 @@ def listen(port: int | None, first: int) -> socket.socket:
 
 
 def server_of(pages_of: Starlette) -> uvicorn.Server:
-    """Returns the server for an application that `app` made."""
     return uvicorn.Server(
         uvicorn.Config(
             pages_of, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3, ws="none"

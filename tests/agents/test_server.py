@@ -200,7 +200,7 @@ def test_status_of_a_job_and_of_one_of_its_ranks(job: Job) -> None:
     async def conversation(client: Client) -> None:
         summary = await call(client, "status", dir=str(job.directory))
         first, second = summary["headline"]
-        assert first.startswith("2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1), running for ")
+        assert first.startswith("2 ranks (pp=2), running for ")
         assert second == "train_actor: step 4, one every 200 ms (medians)"
         assert (summary["state"], summary["heard"]) == ("runs", [0, 1])
         assert summary["status"]["part"] == "status"

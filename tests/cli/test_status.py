@@ -220,7 +220,7 @@ def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     job.begin()
     job.status(0)
     assert status(job) == 0
-    assert capsys.readouterr().out.startswith("1 rank (tp1 pp1 ")
+    assert capsys.readouterr().out.startswith("1 rank (no parallelism)")
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "1 rank, one step every" in capsys.readouterr().out
 

@@ -154,7 +154,7 @@ def test_another_user_may_neither_look_nor_ask(shared: Path) -> None:
         assert len(asked.stderr.splitlines()) == 1
     assert state(shared / "control") == before
     seen = as_user(VICTIM, "status", shared)
-    assert "2 ranks (tp1 pp2" in seen.stdout
+    assert "2 ranks (pp=2" in seen.stdout
     assert (seen.returncode, seen.stderr) == (3, ""), "its process has ended without a word"
 
 

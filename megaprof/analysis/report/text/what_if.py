@@ -253,7 +253,6 @@ def notes_on(change: Prediction, predictions: WhatIf) -> list[str]:
 
 
 def costs_line(fit: CostFit) -> str:
-    """Returns the costs of each kind of layer, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     # Times of whole passes do not show an end that takes less than they differ, or that is long in forwards alone.
