@@ -32,7 +32,6 @@ from megaprof.parallel.topology import ParallelSizes
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
 FEWEST = 3
-_Key = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -209,23 +208,17 @@ class Diff:
 
 def compare(before: Document, after: Document) -> Diff:
     """Compares two reports. Raises Unanswerable if they have no target in common."""
-    old, new = _by_key(before), _by_key(after)
-    common = [key for key in old if key in new]
+    # Of a target with several sizes, the first ones count.
+    old, new = ({target.key: target for target in reversed(report.targets)} for report in (before, after))
+    common = [key for key in reversed(old) if key in new]
     if not common:
         first, second = (", ".join(sorted(words.title(*key) for key in keys)) or "nothing" for keys in (old, new))
         raise Unanswerable(f"no target is in both: {first} in the first, {second} in the second")
     return Diff(
-        before=Side(tuple(key for key in old if key not in new), before.of_several, before.warnings),
-        after=Side(tuple(key for key in new if key not in old), after.of_several, after.warnings),
+        before=Side(tuple(key for key in reversed(old) if key not in new), before.of_several, before.warnings),
+        after=Side(tuple(key for key in reversed(new) if key not in old), after.of_several, after.warnings),
         targets=tuple(_target(old[key], new[key]) for key in common),
     )
-
-
-def _by_key(report: Document) -> dict[_Key, TargetReport]:
-    by_key: dict[_Key, TargetReport] = {}
-    for target in report.targets:
-        by_key.setdefault(target.key, target)  # if there are several sizes, the first one counts
-    return by_key
 
 
 def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
@@ -405,10 +398,6 @@ def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
     forward, backward = stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms
     spreads = {"forward_ms": [forward], "backward_ms": [backward], "compute_ms": [forward, backward]}.get(quantity, [])
     return [spread for spread in spreads if spread is not None]
-
-
-def causes_clause(target: TargetDiff) -> str:
-    return f"causes: {target.before.verdict} → {target.after.verdict}"
 
 
 def machine_clause(target: TargetDiff) -> str:

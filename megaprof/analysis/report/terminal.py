@@ -76,7 +76,7 @@ def show_diff(diff: Diff, console: Console) -> None:
         step = target.step_time
         line = f"step time {views.before_and_after(step)} ms {views.mark(step)}"
         console.print(text(line, STYLES[views.emphasis(step)]))
-        console.print(text(differences.causes_clause(target)))
+        console.print(text(f"causes: {target.before.verdict} → {target.after.verdict}"))
         console.print(text(differences.machine_clause(target)))
         if (kept := target.prediction) is not None:
             style = "" if kept.inside is None else STYLES["fine" if kept.inside else "slow"]
