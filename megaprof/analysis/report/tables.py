@@ -85,14 +85,12 @@ class Section:
     warnings: tuple[Note, ...]
 
 
-def row(*cells: str | int | Cell | None, emphasis: Emphasis = "") -> Row:
+def row(*cells: object, emphasis: Emphasis = "") -> Row:
     texts = (ABSENT if cell is None else cell for cell in cells)
     return Row(tuple(cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in texts), emphasis)
 
 
-def table(
-    title: str, rows: Sequence[Mapping[Column, str | int | Cell | None]], slow: Collection[int] = ()
-) -> TableView:
+def table(title: str, rows: Sequence[Mapping[Column, object]], slow: Collection[int] = ()) -> TableView:
     """Returns a table whose rows have the same columns, each with its cell. ``slow``: places of slow rows."""
     made = (row(*cells.values(), emphasis="slow" if place in slow else "") for place, cells in enumerate(rows))
     return TableView(title, tuple(rows[0]) if rows else (), tuple(made))
