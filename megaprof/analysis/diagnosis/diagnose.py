@@ -20,7 +20,7 @@ from megaprof.analysis.diagnosis.lengths import (
     of_replicas,
     reason,
 )
-from megaprof.analysis.diagnosis.model import Content, divided, ends_of, of_both
+from megaprof.analysis.diagnosis.model import Content, divided, of_both, outside_layers
 from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
@@ -157,7 +157,7 @@ def diagnose(run: Examined) -> Diagnosis:
     replica, peer = shown(table, *slow)
     # As in the table of microbatches.
     usual_ms = np.median(table.working[:, replica, :, peer], axis=(0, 4))
-    computed = divided(usual_ms, table.layers, ends_of(table.part_ms, *table.layers.shape))
+    computed = divided(usual_ms, table.layers, outside_layers(table.part_ms, *table.layers.shape))
     causes, perhaps = (
         [_by_experts(asked, _by_content(computed, cause)) for cause in some] for some in (causes, perhaps)
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import DRAWS, MINOR
 from megaprof.analysis.samples import LEVEL, MAD
-from megaprof.analysis.table.table import EMBEDDING, LOSS, QUARTILE, Floats, Table
+from megaprof.analysis.table.table import BESIDE, EMBEDDING, LOSS, QUARTILE, Floats, Table
 from megaprof.parallel.peers import of_others
 
 
@@ -106,8 +106,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
-        content=divided(content, table.layers, measured_ends := ends_of(table.part_ms, s, c)),
-        draws=divided(drawn, table.layers, measured_ends, np.random.default_rng(1)),
+        content=divided(content, table.layers, outside := outside_layers(table.part_ms, s, c)),
+        draws=divided(drawn, table.layers, outside, np.random.default_rng(1)),
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
@@ -132,46 +132,54 @@ def _levels(log: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def divided(
-    content: Floats, layers: Floats, measured_ends: Floats | None = None, free: np.random.Generator | None = None
+    content: Floats, layers: Floats, outside: Floats | None = None, free: np.random.Generator | None = None
 ) -> Content:
     """Divides ``content`` [..., s, c, k] into layers, ends, stages and chunks, with as much as possible in layers.
-    ``layers`` [s, c] or [..., s, c]: how many layers each chunk holds. ``measured_ends`` [s, c, k]: the ends, if ranges
-    measured them. Then a chunk whose layers take longer is slow.
+    ``layers`` [s, c] or [..., s, c]: how many layers each chunk holds. ``outside`` [s, c, k]: what passes take outside
+    of their layers, if ranges measured it (`outside_layers`). Then a chunk whose layers take longer is slow.
 
-    With different numbers of layers, many divisions fit. ``free`` draws from these. With two stages of one chunk each,
-    the time of an embedding may as well be that of layers: one of up to one layer is drawn. A stage with few layers may
-    be slow, or all passes may take some time beside their layers, which is more for each of few: some of it is drawn.
+    What a pass without ends has outside of its layers is in every pass. ``free`` draws what the data leave open. Of two
+    chunks with an end each, every pass may have what both have outside. If nothing is measured, a stage with few layers
+    may be slow, or all passes may take some time beside their layers, which is more for each of few; and with two
+    stages of one chunk each, the time of an embedding may as well be that of layers: one of up to one layer is drawn.
     """
     s, c = content.shape[-3:-1]
     layers = layers[..., None]
     held = np.maximum(np.where(np.isfinite(layers).all(), layers, 1.0), 1e-9)
     most = held.max(axis=(-3, -2))
+    fixed, ends = np.zeros((*content.shape[:-3], content.shape[-1])), np.zeros_like(content)
+    if outside is not None:
+        fixed += outside.reshape(s * c, -1)[1] if s * c > 2 else 0.0
+        ends += np.maximum(outside - fixed[..., None, None, :], 0.0)
     # A chunk without layers does not show how long a layer takes.
-    beside = 0.0 if measured_ends is None else np.where(layers == 0, 0.0, measured_ends)
-    per_layer = np.maximum(content - beside, 1e-9) / held
-    flat = per_layer.reshape(*content.shape[:-3], s * c, -1)
+    beside = np.where(layers == 0, 0.0, ends + fixed[..., None, None, :])
+    flat = (np.maximum(content - beside, 1e-9) / held).reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
     if s * c > 3:
         unit = _quantile(middle, 0.5, -2)
     else:
         # Of three chunks, two may be slow.
         unit = flat.min(axis=-2)
-        if s * c == 2 and measured_ends is None and free is not None and np.ptp(held) > 0:
+        if s * c == 2 and outside is None and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / most)
-    fixed = np.zeros_like(unit)
-    if free is not None:
-        over = content - held * unit[..., None, None, :]
-        fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * _in_every_pass(over, unit, held)
-        unit = np.maximum(unit - fixed / most, 0.0)
+    if free is not None and (outside is None or s * c == 2):
+        shown = _of_fewer(content - held * unit[..., None, None, :], held) if outside is None else outside
+        least, layer = shown.min(axis=(-3, -2)), unit * most / (most + 1.0)
+        shared = np.where(np.isfinite(least), np.clip(least, 0.0, layer), 0.0)
+        fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * shared
+        if outside is None:
+            unit = np.maximum(unit - fixed / most, 0.0)
+        else:
+            ends = outside - fixed[..., None, None, :]
     layers_ms = np.maximum(fixed[..., None, None, :] + held * unit[..., None, None, :], 1e-9)
-    stage, ends = np.ones_like(content), np.zeros_like(content)
-    if c > 1 or measured_ends is not None:
+    stage = np.ones_like(content)
+    if c > 1 or outside is not None:
         # An excess that all chunks of a stage have belongs to the stage.
-        alone = np.maximum(np.where(layers == 0, np.inf, per_layer * held / layers_ms), 1.0)
+        alone = np.maximum(np.where(layers == 0, np.inf, np.maximum(content - ends, 1e-9) / layers_ms), 1.0)
         alone = alone.min(axis=-2, keepdims=True)
         stage = np.broadcast_to(np.where(np.isfinite(alone), alone, 1.0), content.shape)
-    if measured_ends is not None:
-        ends = np.minimum(measured_ends / stage, content)
+    if outside is not None:
+        ends = np.minimum(ends / stage, content)
     elif s * c > 1:
         over = np.maximum(content / stage - layers_ms, 0.0)
         # Embedding and loss have a backward, too, so an excess of only one kind of pass is something else.
@@ -188,25 +196,24 @@ def of_both(excess_ms: Floats) -> np.typing.NDArray[np.bool_]:
     return shared
 
 
-def _in_every_pass(over: Floats, unit: Floats, held: Floats) -> Floats:
-    """Returns how long passes may take beside their layers on all stages, [..., k]: at most one layer, taken from the
-    layers of the chunks that hold most. Chunks without ends that hold fewer layers show it, by what they take ``over``
-    these [..., s, c, k]; the least of it may not be slowness."""
-    most = held.max(axis=(-3, -2), keepdims=True)
-    fewer = 1.0 - held / most
-    shared = np.where(fewer > 0, over / np.maximum(fewer, 1e-9), np.inf)
-    shared = shared.reshape(*over.shape[:-3], -1, over.shape[-1])[..., 1:-1, :]
-    least = shared.min(axis=-2, initial=np.inf)
-    return np.where(np.isfinite(least), np.clip(least, 0.0, unit * (most / (most + 1.0))[..., 0, 0, :]), 0.0)
+def _of_fewer(over: Floats, held: Floats) -> Floats:
+    """Returns how long passes of each chunk may take beside their layers, [..., s, c, k], by what they take ``over``
+    the layers of the chunks that hold most: inf for chunks with ends, and for those that hold as many."""
+    fewer = 1.0 - held / held.max(axis=(-3, -2), keepdims=True)
+    shown = np.where(fewer > 0, over / np.maximum(fewer, 1e-9), np.inf)
+    shown[..., 0, 0, :] = shown[..., -1, -1, :] = np.inf
+    return shown
 
 
-def ends_of(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Floats | None:
-    """Returns embedding and loss by ranges (`Table.part_ms`), [s, c, k]; None without both, or on one chunk."""
+def outside_layers(ms_by_part: Mapping[str, Floats], stages: int, chunks: int) -> Floats | None:
+    """Returns what passes take outside of their layers by ranges (`Table.part_ms`), [s, c, k]; None if that was not
+    measured of both ends, or on one chunk."""
     if not {EMBEDDING, LOSS} <= ms_by_part.keys() or stages * chunks == 1:
         return None
-    ends = np.zeros((stages, chunks, len(ms_by_part[EMBEDDING])))
-    ends[0, 0], ends[-1, -1] = ms_by_part[EMBEDDING], ms_by_part[LOSS]
-    return ends
+    outside = np.zeros((stages, chunks, len(ms_by_part[EMBEDDING])))
+    outside += ms_by_part.get(BESIDE, 0.0)
+    outside[0, 0], outside[-1, -1] = ms_by_part[EMBEDDING], ms_by_part[LOSS]
+    return outside
 
 
 def _undisturbed(log: Floats, often: Iterable[npt.NDArray[np.intp]]) -> Iterator[Floats]:

@@ -24,7 +24,9 @@ from megaprof.parallel.topology import ParallelSizes
 Floats = npt.NDArray[np.float64]
 
 #: Parts of a model besides its kinds of layers.
-EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
+EMBEDDING, MTP, LOSS, BESIDE = "embedding", "mtp", "loss", "beside"
+#: What remains of a pass after its layers, by whether its chunk has the embedding and the loss.
+_REMAINS: Mapping[object, str] = {(True, False): EMBEDDING, (False, True): LOSS, (False, False): BESIDE}
 GARBAGE, WAIT, DATA = "garbage_collection", "processor_wait", "data_wait"
 #: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
 #: "the quicker passes": under a load that delays most passes, it contains delays, too.
@@ -143,11 +145,11 @@ class Table:
 
     @cached_property
     def part_ms(self) -> dict[str, Floats]:
-        """Milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING` or `LOSS`, averaged
-        over the chunks that hold it, in the quicker passes. Parts without ranges are missing.
+        """Milliseconds of a microbatch, [k], by part: a kind of layer, one `MTP` layer, `EMBEDDING`, `LOSS` or
+        `BESIDE`, averaged over the chunks that hold it, in the quicker passes. Parts without ranges are missing.
 
-        Embedding and loss are what remains of a pass after all layers of their chunk. They include reading the batch,
-        an encoder, and the loss function.
+        The last three are what remains of a pass after all layers of their chunk: of one with the embedding, with the
+        loss, and with neither. They include reading the batch, an encoder, and the loss function.
         """
         ms_by_part: dict[str, list[Floats]] = {}
         # A range holds the GPU's computing, or all of the time on a CPU. The rest of a pass is divided in proportion.
@@ -157,9 +159,10 @@ class Table:
         for stage, chunk in np.ndindex(*computed_ms.shape[:2]):
             held, modules = self.held_by(stage, chunk), self.modules[stage]
             parts = [(name, _times(modules, key)[: computed_ms.shape[2]]) for name, key in _parts(held)]
-            if held.layers is not None and len(parts) == held.layers + (held.mtp or 0) and held.embedding != held.loss:
+            name = _REMAINS.get((held.embedding, held.loss))
+            if name is not None and held.layers is not None and len(parts) == held.layers + (held.mtp or 0):
                 remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
-                parts.append((EMBEDDING if held.embedding else LOSS, np.maximum(remaining_ms, 0.0)))
+                parts.append((name, np.maximum(remaining_ms, 0.0)))
             for name, ms in parts:
                 if np.isfinite(ms).all():
                     ms_by_part.setdefault(name, []).append(ms * factor[stage, chunk])

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
+from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import LEVEL, Interval
 from megaprof.analysis.simulation import Replay, Simulation, played
 from megaprof.analysis.table.table import Floats
@@ -108,15 +109,16 @@ class Baseline:
     """The captured steps that changes are compared with: ``n`` steps, each with the ``r`` pipelines that may be its
     longest. Times are in milliseconds.
 
-    A pass takes ``passes`` for its content and ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at
-    ``entry``, and exchanges with the next one in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``tail`` [n]
-    its part after the pipeline, ``replayed_ms`` the average step, replayed. ``content`` [s, c, k] is the time of chunks
-    in the quicker passes, their lower quartile, ``drawn`` [draw, s, c, k] the same in every draw, and ``rows`` [draw]
-    the step that each draw is from.
+    A pass takes ``passes`` for its content, ``exchange`` for what its stage exchanged before it beyond ``link``, and
+    ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at ``entry``, and exchanges with the next one
+    in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``tail`` [n] its part after the pipeline,
+    ``replayed_ms`` the average step, replayed. ``content`` [s, c, k] is the time of chunks in the quicker passes, their
+    lower quartile, ``drawn`` [draw, s, c, k] the same in every draw, and ``rows`` [draw] the step of each draw.
     """
 
     replay: Replay
     passes: Floats
+    exchange: Floats
     beside: Floats
     entry: Floats
     link: Floats
@@ -170,13 +172,14 @@ class Baseline:
         """A single step as several that might as well have run: with other blocks of its microbatches. They are blocks
         because what disturbs one microbatch disturbs its neighbours, too."""
         chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
-        passes, beside = (
-            np.stack([values[0][..., block] for block in chosen]) for values in (self.passes, self.beside)
+        passes, exchange, beside = (
+            np.stack([values[0][..., block] for block in chosen])
+            for values in (self.passes, self.exchange, self.beside)
         )
         entry, link, tail = (
             np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link, self.tail)
         )
-        return replace(self, passes=passes, beside=beside, entry=entry, link=link, tail=tail)
+        return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link, tail=tail)
 
     def _longest(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
@@ -186,12 +189,16 @@ class Baseline:
     def _times(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
         """Returns the passes, entries and exchanges that the schedule of ``change`` replays. ``ratio`` [n, s, c, k]:
         the factor of contents."""
-        passes, beside = self.passes[rows], self.beside[rows]
+        passes, exchange, beside = self.passes[rows], self.exchange[rows], self.beside[rows]
         before, after = passes.shape[3], change.replay.shape[1]
-        if after != before:  # `ratio` is relative to the average chunk of a stage
-            passes = np.repeat(passes.mean(axis=3, keepdims=True), after, axis=3)
-            beside = np.repeat(beside.sum(axis=3, keepdims=True) / after, after, axis=3)
-        times, entry, link = passes * ratio[:, None, ..., None] + beside, self.entry[rows], self.link[rows]
+        if after != before:
+            # `ratio` is relative to the average chunk of a stage. Each pass has an exchange; the rest stays as long.
+            passes, exchange, beside = (
+                np.repeat(values.mean(axis=3, keepdims=True), after, axis=3) for values in (passes, exchange, beside)
+            )
+            beside *= before / after
+        times = passes * ratio[:, None, ..., None] + exchange + beside
+        entry, link = self.entry[rows], self.link[rows]
         if change.replay.shape[0] < times.shape[2]:
             times, entry, link = halved(times, entry, link)
         times = resliced(times, change.replay.shape[3], change.tokens)
@@ -227,8 +234,11 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
     """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
     [n, d, s, c, k, m] in the schedule of ``replay``."""
     view, beside = run.view, np.minimum(run.view.beside, run.view.passes)
+    # Communication that names no group may go on between passes, and is then no exchange.
+    exchange = np.minimum(view.held[EXCHANGE], 0.0 if "unknown" in view.exposed else beside)
     if passes is not None:
         view, beside = replace(view, passes=passes, replay=replay or view.replay), np.zeros_like(passes)
+        exchange = beside
     shorter = run.view.step_ms - view.step_ms
     chosen = np.sort(np.argsort(-view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
@@ -244,7 +254,8 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
     return Baseline(
         replay=view.replay,
         passes=of_chosen(view.passes - beside),
-        beside=of_chosen(beside),
+        exchange=of_chosen(exchange),
+        beside=of_chosen(beside - exchange),
         entry=of_chosen(view.entry),
         link=of_chosen(view.link),
         length=run.table.length - shorter,

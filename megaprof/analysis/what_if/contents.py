@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.model import divided, ends_of
+from megaprof.analysis.diagnosis.model import divided, outside_layers
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
 from megaprof.analysis.table.table import EMBEDDING, LOSS, MTP, Floats
 from megaprof.analysis.what_if.layout_search import Unit
@@ -33,7 +33,7 @@ Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 @dataclass(frozen=True)
 class Held:
     """The layout of a model, the kind of each decoder layer in order, and the milliseconds of a microbatch, by kind of
-    pass, in the parts that ranges show: a kind of layer, the embedding, one MTP layer, or output layer and loss."""
+    pass, in the parts that ranges show (`Table.part_ms`)."""
 
     pieces: Layout
     kinds: tuple[str, ...]
@@ -41,9 +41,9 @@ class Held:
     measured: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
-    def ends(self) -> Floats | None:
-        """[stage, chunk, k]: the embedding and the loss; None unless ranges measured both, on two chunks."""
-        return ends_of(self.measured, self.stages, len(self.pieces) // self.stages)
+    def outside(self) -> Floats | None:
+        """[stage, chunk, k]: what passes take outside of their layers; None unless ranges measured it of both ends."""
+        return outside_layers(self.measured, self.stages, len(self.pieces) // self.stages)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,13 +173,13 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
     sizes[..., : len(set(held.kinds))] = _ratios(content, held, random)
     if MTP in names:
         sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(KINDS_DIFFER, random, leading)
-    found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), held.ends, random)
+    found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), held.outside, random)
     parts = sizes[..., None] * found.unit[..., None, :]
     if MTP in held.measured:
         parts[..., names.index(MTP), :] = held.measured[MTP]
     alone = np.einsum("scn,...nk->...sck", counts, parts) + found.fixed[..., None, None, :]
     ends = found.ends
-    if held.ends is None and random is not None:
+    if held.outside is None and random is not None:
         # What a chunk takes longer than its layers may be its embedding or loss, or its rank may be slow.
         ends = np.maximum(content - alone, 0.0) * random.integers(0, 2, content.shape[:-1])[..., None]
     for name, at in ((EMBEDDING, 0), (LOSS, -1)):

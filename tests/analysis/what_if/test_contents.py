@@ -110,12 +110,27 @@ def test_on_two_stages_a_loss_may_as_well_be_a_slow_rank(slow: dict[int, float])
 def test_ranges_of_embedding_and_output_layer_settle_it() -> None:
     held = dense("Et*6|t*2L", 2, embedding=(1.0, 2.0), loss=(4.2, 8.4))
     whole = content(held, {"dense": 10.0, "embedding": 1.0, "loss": 3.0}, {1: 1.4})
-    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
-    assert np.ptp(drawn.parts, axis=0).max() == pytest.approx(0.0, abs=1e-9)
-    assert dict(zip(held.names, drawn.parts[0, :, 0], strict=True)) == pytest.approx(
+    found, moved = split(whole, held), parse_layout("Et*4|t*4L", 2)
+    assert dict(zip(held.names, found.parts[:, 0], strict=True)) == pytest.approx(
         {"dense": 10.0, "embedding": 1.0, "loss": 3.0}
     )
-    assert drawn.of_stage[0, :, 0].tolist() == pytest.approx([1.0, 1.4])
+    assert found.of_stage[:, 0].tolist() == pytest.approx([1.0, 1.4])
+    # Up to 1 ms of both ends may be in every pass, and so in all of another number of chunks.
+    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    assert drawn.of(moved)[:, :, 0, 0] == pytest.approx(np.stack([found.of(moved)[:, 0, 0]] * DRAWS), rel=0.02)
+    longer = drawn.of(parse_layout("Et*3|t*3|t|tL", 2))[:, :, :, 0].sum(axis=-1)
+    assert np.ptp(longer, axis=0) == pytest.approx([1.0, 1.0], rel=0.1)
+
+
+def test_what_a_pass_without_ends_takes_beside_its_layers_is_in_every_pass() -> None:
+    measured = {"dense": (10.0, 20.0), "embedding": (3.0, 6.0), "loss": (7.0, 14.0), "beside": (2.0, 4.0)}
+    held = dense("Et*4|t*2|t*2|tL", 4, **measured)
+    whole = content(held, {"dense": 10.0, "embedding": 1.0, "loss": 5.0}) + np.array([2.0, 4.0])
+    found = split(whole, held)
+    assert found.parts[:, 0].tolist() == pytest.approx([10.0, 1.0, 5.0])
+    assert found.of(parse_layout("Et*2|t|t|t|t|t|t|tL", 4))[:, :, 0].tolist() == pytest.approx(
+        np.array([[23.0, 12.0], [12.0, 12.0], [12.0, 12.0], [12.0, 17.0]])
+    )
 
 
 def of(scenario: Scenario, directory: Path) -> WhatIf:
@@ -183,6 +198,33 @@ def test_ranges_of_layers_tell_causes_and_costs_alike(tmp_path: Path) -> None:
     assert causes == [("unexplained", 1), ("layers", 0), ("embedding_or_loss", 1)]
     prices = [cause.price.value for cause in report.diagnosis.causes]
     assert prices == pytest.approx([before - after for before, after in itertools.pairwise(steps)], rel=0.02)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_passes_take_beside_their_layers_comes_with_every_chunk(stages: int, tmp_path: Path) -> None:
+    """Two layers of 10 ms and 3 ms beside them, and twice that in the backward. With two stages, the 3 ms may as well
+    be of embedding and loss."""
+    run = step_of([23.0] * stages)
+    for pp in range(stages):
+        held = chunk(2, embedding=pp == 0, loss=pp == stages - 1, first=2 * pp + 1)
+        trace = TraceBuilder(pp=pp, pp_size=stages, microbatches=8, chunks=[held])
+        for each in (e for e in run.events if e.stage == pp):
+            getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
+            longer = 1 if each.phase == "forward" else 2
+            for n in range(2):
+                label = ranges.module_range(ranges.LAYER, 2 * pp + 1 + n)
+                label = label if longer == 1 else ranges.module_backward(label)
+                trace.event(label, each.start_ms + 10.0 * longer * n, 10.0 * longer)
+        trace.call(0.0, run.step_ms)
+        trace.write(tmp_path)
+    (target,) = analyze(tmp_path).targets
+    found = next(each for each in target.what_if.candidates if each.chunks == 2)
+    layers_only, whole = [[10.0] * 2] * stages, [[13.0] * 2] * stages
+    if stages == 2:
+        layers_only = [[13.0, 10.0], [10.0, 13.0]]
+    of_ends, of_passes = (simulate(ms, (2 * np.array(ms)).tolist(), 8).step_ms for ms in (layers_only, whole))
+    assert found.step_ms.value == pytest.approx(of_passes if stages > 2 else of_ends, rel=0.01)
+    assert found.step_ms.holds(0.99 * of_passes)
 
 
 DENSE_MS, MOE_MS = 2.5, 10.0

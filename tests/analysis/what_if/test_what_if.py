@@ -189,6 +189,23 @@ def test_what_stages_take_to_exchange_is_in_the_replay(tmp_path):
     assert (exchanges.group, exchanges.price.value) == ("pp", pytest.approx(run.step_ms * 3 / 18, rel=0.1))
 
 
+def test_what_stages_take_to_exchange_comes_with_every_pass(tmp_path):
+    """Passes of 10 and 20 ms begin 3 ms after their stage is free. One chunk has half as many passes. It would take
+    648 ms if these began 6 ms after their stage is free."""
+    run = simulate([[13.0] * 2] * 2, [[23.0] * 2] * 2, 8)
+    for pp in range(2):
+        held = [chunk(2, embedding=pp == 0), chunk(2, loss=pp == 1)]
+        interleaved = {"schedule": "interleaved", "microbatch_group_size": 2}
+        trace = TraceBuilder(pp=pp, pp_size=2, microbatches=8, chunks=held, metadata=interleaved)
+        for event in (e for e in run.events if e.stage == pp):
+            start, took = event.start_ms + 3.0, event.end_ms - event.start_ms - 3.0
+            getattr(trace, event.phase)(event.microbatch, start, took, chunk=event.chunk)
+        trace.call(0.0, run.step_ms)
+        trace.write(tmp_path)
+    found = next(each for each in analyze(tmp_path).targets[0].what_if.candidates if each.chunks == 1)
+    assert found.step_ms.value == pytest.approx(simulate([[23.0]] * 2, [[43.0]] * 2, 8).step_ms, rel=0.035)
+
+
 def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     what_if = found(Scenario("memory", layers=(2, 6), **CPU))
     best = next(each for each in what_if.candidates if each.layout == "Et*4|t*4L")

@@ -99,7 +99,7 @@ def assumptions(change: Prediction) -> Iterator[str]:
             yield f"an exchange takes anything from as long as now to {_times(change.tokens)} as long"
     if change.chunks is not None:
         overlapped = "" if change.chunks == 1 else ", and exchanges overlap with compute, as by Megatron-LM's default"
-        yield f"a chunk costs what its layers cost{overlapped}"
+        yield f"a chunk costs what its layers cost, and each pass as much beside them as now{overlapped}"
 
 
 def memory(change: Prediction, predictions: WhatIf) -> str | None:
