@@ -242,17 +242,6 @@ def _facts(recording: Recording, file: str, window: int, axes: Mapping[frozenset
     )
 
 
-def _holds(group: Group, rank: int) -> bool:
-    """Returns whether a group in this rank's recording is certainly the same group wherever it occurs in the others.
-
-    Its ranks identify it if they contain this rank; without ranks, the name that torch gave it does. A description does
-    not, because many groups share it.
-    """
-    if group.ranks is None:
-        return group.description is None and group.name != UNKNOWN
-    return rank in group.ranks
-
-
 def _late(folder: str, windows: Iterable[Sequence[Recording]]) -> Iterator[Late]:
     """Yields which rank comes last to the collectives of each group, if it does so more often than by chance. Matches
     collectives by their number in the group, which all of its ranks count alike within a window."""
@@ -261,7 +250,10 @@ def _late(folder: str, windows: Iterable[Sequence[Recording]]) -> Iterator[Late]
         lengths_ns: defaultdict[tuple[Group, str], dict[int, list[int]]] = defaultdict(dict)
         for recording in window:
             for (operation, group), rows in recording.communication.items():
-                if recording.rank is not None and _holds(group, recording.rank):
+                # It is certainly the same group in the other recordings by its ranks, if they contain this rank, or
+                # without ranks by the name that torch gave it. Many groups share a description.
+                named = group.ranks is None and group.description is None and group.name != UNKNOWN
+                if recording.rank is not None and (named or recording.rank in (group.ranks or ())):
                     spans = recording.gpu.spans[rows]
                     lengths_ns[group, operation][recording.rank] = (spans[:, 1] - spans[:, 0]).tolist()
         for key, by_rank in lengths_ns.items():

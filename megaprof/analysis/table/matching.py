@@ -11,16 +11,15 @@ not mistaken for a slow network (`meetings`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.trace.intervals import intersection, intervals, total, union
-from megaprof.analysis.trace.steps import Exchanges, TracedStep, grouped
+from megaprof.analysis.trace.steps import TracedStep, grouped
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import RECEIVES, SENDS
@@ -109,18 +108,15 @@ def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
     exchanges = step.kernels if ends.kernels else step.exchanges
     # An overlapped exchange returns at once: it sends when it is posted, and its inputs have arrived when the wait for
     # it ends.
-    sends = _sorted(
-        exchanges, lambda label: not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label), 0
+    waits = {label for label in exchanges.labels if label.startswith(ranges.WAIT)}
+    sending = {label for label in exchanges.labels if SENDS[kind] in ranges.transfers(label)} - waits
+    receiving = {label for label in exchanges.labels if RECEIVES[kind] in ranges.transfers(label)} - {ranges.WAIT_ANY}
+    receiving = receiving & waits if overlapped else receiving
+    sends, receives = (
+        exchanges.times[np.array([label in wanted for label in exchanges.labels], dtype=np.bool_)]
+        for wanted in (sending, receiving)
     )
-    receives = _sorted(
-        exchanges,
-        lambda label: (
-            label != ranges.WAIT_ANY
-            and RECEIVES[kind] in ranges.transfers(label)
-            and (label.startswith(ranges.WAIT) or not overlapped)
-        ),
-        1,
-    )
+    sends, receives = sends[np.argsort(sends[:, 0], kind="stable")], receives[np.argsort(receives[:, 1], kind="stable")]
     number = ranges.PASSES.index(kind)
     ids = np.where((passes.kind == 2)[:, None] & (number == 1), passes.ids[:, 2:], passes.ids[:, :2])
     rows = np.isin(passes.kind, (number, 2)) & (ids >= 0).all(axis=1)  # a combined pass is a forward and a backward
@@ -146,13 +142,6 @@ def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
             if (place := places[index]) is not None:
                 message = Message(step.target, step.step, step.index, place[0], kind, place[1], int(ids[index, 1]))
                 found[message] = End(*(tuple(times[index].tolist()) for times in (time, within)))
-
-
-def _sorted(exchanges: Exchanges, wanted: Callable[[str], bool], by: int) -> npt.NDArray[np.int64]:
-    """Returns the times of exchanges with a ``wanted`` label, sorted by one of them."""
-    is_wanted = {label: wanted(label) for label in set(exchanges.labels)}
-    times = exchanges.times[np.array([is_wanted[label] for label in exchanges.labels], dtype=np.bool_)]
-    return times[np.argsort(times[:, by], kind="stable")]
 
 
 def meetings(table: Table, steps: Sequence[TracedStep]) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -31,7 +31,6 @@ from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
-from megaprof.parallel.topology import ParallelSizes
 
 #: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
@@ -79,9 +78,7 @@ class _Plan(NamedTuple):
 def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[int], workers: Workers) -> Table:
     timelines = reading.timelines
     replicas = _replicas(series.ranks)
-    fullest_rank = max(
-        (rank for stages in replicas.values() for peers in stages for rank in peers), key=lambda rank: rank.steps
-    )
+    fullest_rank = max((rank for stages in replicas for peers in stages for rank in peers), key=lambda rank: rank.steps)
     plan = _plan(timelines, key, fullest_rank.files, {rank_step.step for rank_step in series.stood})
     schedule = plan.schedule
     passes_per_rank = schedule.chunks * len(schedule.kinds) * schedule.microbatches
@@ -90,10 +87,11 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
     # Half of the steps tell more if it is known who waited in them: of the last ones it often is not.
     known = 2 * len(with_arrivals) >= min(step_count, _FEWEST_STEPS)
+    notes = [PP_UNKNOWN] if key.sizes.pp > 1 else []
     in_compute = Note("exposed_unknown", count=len(with_arrivals), of=len(plan.numbers))
     plan = plan._replace(numbers=_spread(with_arrivals if known else plan.numbers, step_count, changes))
     chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
-    peer_groups = [peers for replica in chosen_replicas for peers in replicas[replica]]
+    peer_groups = [peers for stages in chosen_replicas for peers in stages]
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
     one_peer = step_count * sum(map(len, peer_groups)) * passes_per_rank > _MOST_PASSES
     items = peer_groups if one_peer else [[peer] for peers in peer_groups for peer in peers]
@@ -103,7 +101,11 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
     table = tabulate(key, [*_without_waiting(rank_steps)], plan.metadata, schedule, plan.origin)
-    table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes, in_compute)))
+    if hidden_axes := [axis for axis in parallel_of(INSIDE, key.sizes) if axis not in table.spent]:
+        notes.append(msgspec.structs.replace(in_compute, names=tuple(hidden_axes)))
+    if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
+        notes.append(Note("groups_with_waiting", names=tuple(shown_axes)))
+    table = replace(table, cold=plan.cold, warnings=tuple(notes))
     if len(chosen_replicas) == len(replicas):
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
@@ -112,46 +114,27 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     return replace(table, reduction=reduction, length=length, captured=len(replicas))
 
 
-def _warnings(table: Table, sizes: ParallelSizes, in_compute: Note) -> Iterator[Note]:
-    """Yields what a timeline does not show. ``in_compute``: why collectives are not told apart from computing."""
-    if sizes.pp > 1:
-        yield PP_UNKNOWN
-    if hidden_axes := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
-        yield msgspec.structs.replace(in_compute, names=tuple(hidden_axes))
-    if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
-        yield Note("groups_with_waiting", names=tuple(shown_axes))
-
-
-def _replicas(ranks: Sequence[RankRow]) -> dict[int, list[list[RankRow]]]:
-    """Returns the peers of every stage by replica, for the replicas with the most stages. Raises Unfit if there are
-    none."""
+def _replicas(ranks: Sequence[RankRow]) -> list[list[list[RankRow]]]:
+    """Returns the peers of every stage of the replicas with the most stages. Raises Unfit if there are none."""
     in_order = sorted((rank for rank in ranks if rank.steps), key=lambda rank: rank.coords.rank)
-    by_replica = {
-        replica: grouped(of_replica, lambda rank: rank.coords.pp)
-        for replica, of_replica in grouped(in_order, lambda rank: place_of(rank.coords)[0]).items()
-    }
-    if not by_replica:
+    if not in_order:
         raise Unfit(Note("no_step", said="every step failed, stood still, or was disturbed by a window"))
-    most_stages = max(map(len, by_replica.values()))
-    return {
-        replica: [by_stage[pp] for pp in sorted(by_stage)]
-        for replica, by_stage in sorted(by_replica.items())
-        if len(by_stage) == most_stages
-    }
+    by_replica = grouped(in_order, lambda rank: place_of(rank.coords)[0])
+    by_stage = [grouped(by_replica[replica], lambda rank: rank.coords.pp) for replica in sorted(by_replica)]
+    most_stages = max(map(len, by_stage))
+    return [[stages[pp] for pp in sorted(stages)] for stages in by_stage if len(stages) == most_stages]
 
 
-def _chosen(replicas: Mapping[int, list[list[RankRow]]], limit: int) -> list[int]:
+def _chosen(replicas: list[list[list[RankRow]]], limit: int) -> list[list[list[RankRow]]]:
     """Returns at most this many replicas. Half of them hold the slowest ranks, which make the step as long as it is;
     the others are evenly spread, to show what is usual."""
     if len(replicas) <= limit:
-        return list(replicas)
-    all_replicas = list(replicas)
-    mean_ms = np.array([[peers[0].mean_ms for peers in stages] for stages in replicas.values()])
+        return replicas
+    mean_ms = np.array([[peers[0].mean_ms for peers in stages] for stages in replicas])
     slowness_ms = (mean_ms - np.median(mean_ms, axis=0)).max(axis=1)
-    slowest = [all_replicas[index] for index in np.argsort(-slowness_ms, kind="stable")[: -(-limit // 2)]]
-    other_replicas = [replica for replica in all_replicas if replica not in slowest]
-    places = np.linspace(0, len(other_replicas) - 1, limit - len(slowest)).round().astype(int)
-    return sorted({*slowest, *(other_replicas[index] for index in places.tolist())})
+    slowest, others = np.split(np.argsort(-slowness_ms, kind="stable"), [-(-limit // 2)])
+    places = np.linspace(0, len(others) - 1, limit - len(slowest)).round().astype(int)
+    return [replicas[index] for index in sorted({*slowest.tolist(), *np.sort(others)[places].tolist()})]
 
 
 def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps: AbstractSet[int]) -> _Plan:
