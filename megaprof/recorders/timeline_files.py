@@ -57,7 +57,6 @@ class TimelineFiles:
         self._number = 0
         self._holding: dict[tuple[int, int], bytes] = {}
         self._paused_until = 0.0
-        self.bytes_written = 0
         self.steps_lost = 0
 
     def append(self, steps: Sequence[PackedStep]) -> list[Place]:
@@ -184,7 +183,6 @@ class TimelineFiles:
                 with Suppressed(OSError):
                     path.unlink()
         self._size += len(data)
-        self.bytes_written += len(data)
 
     def _end_file(self) -> None:
         file, self._file = self._file, None

@@ -44,10 +44,6 @@ class Background:
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.seconds = 0.0
-        """CPU time of the thread so far, in seconds."""
-        self.longest = 0.0
-        """The longest CPU time that the thread took without a pause, in seconds."""
 
     def add(self, task: Callable[[], None], every: float, *, woken: bool = False) -> None:
         """Runs ``task`` every ``every`` seconds (for the first time sooner), and with ``woken`` also after each
@@ -68,7 +64,6 @@ class Background:
     def pause(self) -> None:
         """Lets other threads have the interpreter, in the middle of a long task on this thread. Otherwise Python takes
         it away only after 5 ms, each time, and the training thread waits meanwhile."""
-        self._note()
         time.sleep(_PAUSE_SECONDS)
 
     def wake(self) -> None:
@@ -90,11 +85,6 @@ class Background:
             for task in due:
                 task.due = _next(task.every, now)
                 self._do(task)
-            self._note()
-
-    def _note(self) -> None:
-        cpu_seconds = time.thread_time()
-        self.seconds, self.longest = cpu_seconds, max(self.longest, cpu_seconds - self.seconds)
 
     def _do(self, task: _Task) -> None:
         try:

@@ -58,6 +58,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.process import process
 from megaprof.recorders import flight, tape
+from megaprof.runtime import background
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
 from tests.benchmarks.cores import awake, one_busy, real_time
 
@@ -154,8 +155,33 @@ class Cost:
 
 def _clocks() -> npt.NDArray[np.float64]:
     """Wall time, and CPU time of the process, of this thread and of the background thread, in microseconds."""
-    own = time.perf_counter(), time.process_time(), time.thread_time(), process.background.seconds
-    return 1e6 * np.array(own)
+    thread = process.background._thread
+    ours = 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(int(thread.ident or 0)))
+    return 1e6 * np.array((time.perf_counter(), time.process_time(), time.thread_time(), ours))
+
+
+def _stretches(patch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """Watches the background thread. Returns a function that returns the longest CPU time, in seconds, that it has
+    taken without a pause since that function was called."""
+    longest = since = 0.0
+
+    def note() -> None:
+        nonlocal longest, since
+        now = time.thread_time()
+        longest, since = max(longest, now - since), now
+
+    def noted(original: Callable[..., Any], *given: Any) -> Any:
+        note()
+        return original(*given)
+
+    def read() -> float:
+        nonlocal longest
+        found, longest = longest, 0.0
+        return found
+
+    patch.setattr(process.background, "pause", partial(noted, process.background.pause))
+    patch.setattr(background, "_drain", partial(noted, background._drain))  # between two rounds
+    return read
 
 
 def _put_hooks(*, back_in: bool) -> None:
@@ -239,7 +265,8 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             forward_only=False,
         )
 
-    with cpu_megatron(), _without_mode():
+    with cpu_megatron(), _without_mode(), pytest.MonkeyPatch.context() as patch:
+        stall = _stretches(patch)
         if collectives:
             config.finalize_model_grads_func = partial(_meet, collectives)
             _meet(flight.USUAL)  # torch's ring is full
@@ -255,9 +282,8 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             for task in (timeline.drain, listeners[0].look):  # when `_groups` says so, instead of once a second
                 process.background.remove(task)
                 process.background.add(task, ENDLESS, woken=True)
-            process.background.longest = 0.0
-            found = _groups(step, steps)
-            stall = process.background.longest
+            stall()
+            found, stalled = _groups(step, steps), stall()
             recorded = timeline.calls()["train_actor", None][1]
             reading = timeline._collectives
             read = {"took": 0.0, "share": 0.0, "lock": 0.0}
@@ -265,8 +291,8 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
                 read = {"took": 1e3 * reading.took, "share": reading.share, "lock": _locked_ms()}
     return {
         "cost": found,
-        "bytes": timeline._files.bytes_written / recorded,
-        "stall": 1e3 * stall,
+        "bytes": timeline._files._size / recorded,
+        "stall": 1e3 * stalled,
         "realtime": realtime,
         **read,
     }
