@@ -150,11 +150,11 @@ def in_words(answer: WhatIfAnswer) -> list[str]:
     from megaprof.analysis.report.text.words import number, percent, title, within
 
     prediction = answer.prediction
-    step = f"{within(prediction.step_ms)} ms instead of {number(answer.measured_ms)} ms: {times_as_fast(prediction)}"
+    verdict = "probably " * prediction.speedup.holds(1.0) + ("faster" if prediction.speedup.value > 1.0 else "slower")
+    step = f"{within(prediction.step_ms)} ms instead of {number(answer.measured_ms)} ms"
+    step += f": {verdict}, {times_as_fast(prediction)}"
     if answer.what == AS_CAPTURED:
         step = f"{number(answer.measured_ms)} ms; nothing is changed"
-    elif prediction.speedup.holds(1.0):
-        step += f", so it may be {'slower' if prediction.speedup.value > 1.0 else 'faster'}, too"
     imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"
     lines = [
         f"{title(answer.target, answer.role)}: {answer.what}",
