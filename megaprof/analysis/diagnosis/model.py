@@ -32,6 +32,15 @@ class Content(NamedTuple):
     """The factor by which everything on a stage takes longer than elsewhere, at least 1."""
     chunk: Floats
     """The additional factor of single chunks, at least 1."""
+    slow_ends: npt.NDArray[np.bool_]
+    """[..., s, c]: whether what a chunk takes beside its layers is no end but slowness of its stage, in this draw."""
+
+    @property
+    def layer(self) -> Floats:
+        """[..., s, c, k]: what one layer more would take on each chunk, apart from ``stage`` and ``chunk``."""
+        usual = self.whole / (self.stage * self.chunk)
+        slow = np.where(self.slow_ends[..., None], usual / np.maximum(usual - self.ends, 1e-9), 1.0)
+        return np.asarray(self.unit[..., None, None, :] * slow)
 
 
 @dataclass(frozen=True)
@@ -142,9 +151,10 @@ def divided(
     chunks with an end each, every pass may have what both have outside. If nothing is measured, a stage with few layers
     may be slow, or all passes may take some time beside their layers, which is more for each of few; and with two
     stages of one chunk each, the time of an embedding may as well be that of layers: one of up to one layer is drawn.
+    And what a chunk takes beside its layers may be an end, which stays there, or slowness, which more layers add to.
     """
     s, c = content.shape[-3:-1]
-    layers = layers[..., None]
+    layers, slow_ends = layers[..., None], np.zeros(content.shape[:-1], dtype=bool)
     held = np.maximum(np.where(np.isfinite(layers).all(), layers, 1.0), 1e-9)
     most = held.max(axis=(-3, -2))
     fixed, ends = np.zeros((*content.shape[:-3], content.shape[-1])), np.zeros_like(content)
@@ -186,8 +196,11 @@ def divided(
         over = np.where(of_both(over)[..., None], over, 0.0)
         ends[..., 0, 0, :] = over[..., 0, 0, :]
         ends[..., -1, -1, :] = over[..., -1, -1, :]
+    if free is not None and outside is None:
+        slow_ends = (free.integers(0, 2, content.shape[:-1]) == 0) & (layers[..., 0] != 0)
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
-    return Content(content, unit, fixed, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
+    factors = (stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))
+    return Content(content, unit, fixed, ends, *factors, slow_ends)
 
 
 def of_both(excess_ms: Floats) -> np.typing.NDArray[np.bool_]:

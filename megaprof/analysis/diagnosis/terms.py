@@ -64,7 +64,7 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
         most = tuple(np.flatnonzero(of_stage == of_stage.max()).tolist())
 
         def even(v: View) -> View:
-            return v.holding(v.now + share * v.content.unit[:, None, None, :] * v.slow)
+            return v.holding(v.now + share * v.content.layer * v.slow)
 
         yield Term("layers", even, stage=stage, stages=most if len(most) > 1 else (), fitted=True)
     if s * c == 1:

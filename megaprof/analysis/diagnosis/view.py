@@ -14,7 +14,7 @@ from megaprof.analysis.diagnosis.model import Content, Model
 from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.diagnosis.state import receivers
 from megaprof.analysis.simulation import Replay
-from megaprof.analysis.table.table import DATA, QUARTILE, Floats, Table
+from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
 
 #: Among what held passes up: what their stages exchanged before them (`View.passes`).
@@ -89,15 +89,17 @@ class View:
         return replace(self, **changed)
 
     def scaled(self, factor: Floats, *, only_own: bool = False, **neutral: Any) -> View:
-        """Returns the view with passes that take ``factor`` times as long, apart from what single passes waited or
-        stalled and, with ``only_own``, from exposed communication. ``neutral``: the fields that change with it."""
+        """Returns the view with passes that take ``factor`` times as long, apart from what single passes stalled or
+        waited for anything but a core and, with ``only_own``, from exposed communication. ``neutral``: the fields that
+        change with it."""
         if (factor == 1.0).all():
             return replace(self, **neutral)
-        steady = self.steady - sum(self.exposed.values()) if only_own and self.exposed else self.steady
+        steady = self.worked - sum(self.exposed.values()) if only_own and self.exposed else self.worked
         longer = steady * (factor - 1.0)
         of_stages = 1.0 + longer.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
         exposed = self.exposed if only_own else {group: ms * factor for group, ms in self.exposed.items()}
         parts = {"peers": self.peers * of_stages[..., None], "least": self.least * factor, "idle": self.idle * factor}
+        parts |= {"held": {**self.held, WAIT: self.held[WAIT] * factor}} if WAIT in self.held else {}
         longer += self.passes
         return replace(self, passes=longer, **{"exposed": exposed, **parts, **neutral})
 
@@ -124,6 +126,12 @@ class View:
     def steady(self) -> Floats:
         """Passes without that."""
         return self.passes - self.beside
+
+    @property
+    def worked(self) -> Floats:
+        """What of passes is as much longer as there is more to compute: a thread that computes for longer waits longer
+        for a core, too."""
+        return self.steady + self.held[WAIT] if WAIT in self.held else self.steady
 
     def alone(self) -> Floats:
         """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""
@@ -187,7 +195,7 @@ def viewed(table: Table, model: Model, replay: Replay, passes: Floats, entry: Fl
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
     usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
-    whole = Content(*(np.repeat(part[None], n, axis=0) for part in model.content))
+    whole = Content._make(np.repeat(part[None], n, axis=0) for part in model.content)
     return View(
         replay,
         passes,

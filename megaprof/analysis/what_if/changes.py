@@ -1,9 +1,10 @@
 """Captured steps, replayed as they are and with a change: other contents of chunks, microbatches, exchanges or depth.
 
 The gain of a change is the replay of every captured step minus its replay with the change, both from the same passes:
-a pass is scaled as its content is, and the time beyond contents (stalls, garbage collection, waiting for data) stays as
-it was. Draws show how certain a gain is: each draw takes other steps and microbatches, and one way in which contents
-can be divided (`contents`). The differences between steps, and what the replay misses, make the interval wider.
+a pass is scaled as its content is, with its waits for a core, and the time beyond (stalls, garbage collection, waiting
+for data) stays as it was. Draws show how certain a gain is: each draw takes other steps and microbatches, and one way
+in which contents can be divided (`contents`). The differences between steps, and what the replay misses, make the
+interval wider.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class Baseline:
 def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
     """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
     [n, d, s, c, k, m] in the schedule of ``replay``."""
-    view, beside = run.view, np.minimum(run.view.beside, run.view.passes)
+    view, beside = run.view, np.minimum(run.view.passes - run.view.worked, run.view.passes)
     # Communication that names no group may go on between passes, and is then no exchange.
     exchange = np.minimum(view.held[EXCHANGE], 0.0 if "unknown" in view.exposed else beside)
     if passes is not None:

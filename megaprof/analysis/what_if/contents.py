@@ -1,10 +1,8 @@
 """Finds the cost of each layer from the times of chunks: an estimate, and draws of everything that the data leave open.
 
 The time of a chunk is the cost of its layers, and of the embedding, MTP layers or loss that it holds, times a factor:
-how much slower its ranks are than others. Chunks are divided as for causes (`diagnosis.model.divided`). What the first
-and the last chunk take beyond their layers may be embedding and loss, or their ranks are slower. Times do not show
-which of the two it is, so every draw assumes one of them, unless ranges tell. Kinds of layers that the chunks cannot
-separate differ by up to a factor of two.
+how much slower its ranks are than others. Chunks are divided as for causes (`diagnosis.model.divided`). Kinds of layers
+that the chunks cannot separate differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -180,8 +178,7 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
     alone = np.einsum("scn,...nk->...sck", counts, parts) + found.fixed[..., None, None, :]
     ends = found.ends
     if held.outside is None and random is not None:
-        # What a chunk takes longer than its layers may be its embedding or loss, or its rank may be slow.
-        ends = np.maximum(content - alone, 0.0) * random.integers(0, 2, content.shape[:-1])[..., None]
+        ends = np.where(found.slow_ends[..., None], 0.0, np.maximum(content - alone, 0.0))
     for name, at in ((EMBEDDING, 0), (LOSS, -1)):
         if name in names:
             parts[..., names.index(name), :] = ends[..., at, at, :]
