@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints which ranks keep the job waiting. Raises CommandError if no dump can be read."""
     from megaprof.analysis.collectives.dumps import BadDump
     from megaprof.analysis.collectives.hang import hang_of
-    from megaprof.analysis.report.text.hang import plain, sentences
+    from megaprof.analysis.report.text.hang import in_words, sentences
 
     warnings: list[str] = []
     if (arguments.dir / CONTROL).is_dir():
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         except BadDump as fault:
             raise CommandError(f"{arguments.dir}: {fault}") from None
     if arguments.json:
-        print_json(plain(hang))
+        print_json(in_words(hang))
     else:
         for line in (*(sentences(hang) if hang.ranks else ()), *warnings):
             say(line)

@@ -41,17 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=place,
         help="directory of traces, timelines or files of nsys, or a single one; may be remote (s3://...)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write the report as JSON; '-' prints it instead of the tables",
-    )
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        type=Path,
-        help="also write the report as one HTML file, with a drawing of the pipeline",
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; '-' prints it instead of tables")
+    html = "also write the report as one HTML file, with a drawing of the pipeline"
+    parser.add_argument("--html", metavar="FILE", type=Path, help=html)
     parser.add_argument(
         "--open", action="store_true", help="open the HTML file in the browser (a temporary one without --html)"
     )

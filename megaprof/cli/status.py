@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,6 @@ import msgspec
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
-from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.words import number, percent, ranks
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
@@ -168,7 +167,7 @@ def answer(view: View) -> StatusAnswer:
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=view.blame.culprits,
-        collectives=None if hang is None else replace(hang, warnings=with_texts(hang.warnings)),
+        collectives=None if hang is None else of_hang.in_words(hang),
         standstills=view.standstills,
         slow=view.slow,
         waits=dict(view.waits),

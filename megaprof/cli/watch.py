@@ -85,9 +85,7 @@ def _so_far(view: View) -> tuple[str | None, TableView | None]:
         return None, None
     named = (finding for target in report.targets for finding in target.findings if finding.severity == "slow")
     wrong = next((finding.text for finding in named if finding.kind != "few_microbatches"), None)
-    goes = next(
-        (table for target in report.targets if (table := iterations_table(target.iterations)) is not None), None
-    )
+    goes = next(filter(None, (iterations_table(target.iterations) for target in report.targets)), None)
     return None if wrong is None else f"The report so far: {wrong}", goes
 
 

@@ -127,21 +127,19 @@ def answer_to(
 
 def _find_target(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, Changeable]:
     matching = [
-        (target_report, changeable)
-        for target_report, changeable in zip(report.targets, report.by_hand, strict=True)
-        if target in (None, target_report.key[0]) and role in (None, target_report.key[1])
+        (each, changeable)
+        for each, changeable in zip(report.targets, report.by_hand, strict=True)
+        if target in (None, each.target) and role in (None, each.role)
     ]
     if not matching:
-        captured = ", ".join(" ".join(filter(None, target_report.key)) for target_report in report.targets) or "none"
+        captured = ", ".join(" ".join(filter(None, each.key)) for each in report.targets) or "none"
         raise UsageError(f"there is no such target; captured: {captured}")
-    for target_report, changeable in matching:
+    for each, changeable in matching:
         if changeable is not None:
-            return target_report, changeable
-    first_target = matching[0][0]
-    advice = first_target.advice.text if first_target.advice else "nothing was captured"
-    reason = next(
-        (note.text for note in (first_target.withheld, *first_target.what_if.warnings) if note is not None), advice
-    )
+            return each, changeable
+    first, _ = matching[0]
+    advice = first.advice.text if first.advice else "nothing was captured"
+    reason = next((note.text for note in (first.withheld, *first.what_if.warnings) if note is not None), advice)
     raise CommandError(f"nothing can be predicted: {reason.partition(' predicted: ')[2] or reason}")
 
 

@@ -190,12 +190,9 @@ class Tuning:
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
         """Returns the words of ``command``, the given one or a variant of it, with the layout of ``proposal``."""
-        first_trial = self.trials[0]
-        same_depth = proposal.stages == first_trial.stages
-        depth = () if same_depth else ("--pipeline-model-parallel-size", str(proposal.stages))
-        return tuple(
-            with_layout(command, (*depth, *proposal.flags), first_trial.framework, first_trial.role, proposal.stages)
-        )
+        first, stages = self.trials[0], proposal.stages
+        depth = () if stages == first.stages else ("--pipeline-model-parallel-size", str(stages))
+        return tuple(with_layout(command, (*depth, *proposal.flags), first.framework, first.role, stages))
 
     def repeated(self, trial: Trial) -> bool:
         """Returns whether ``trial`` was run again, or is itself a repetition."""
@@ -451,10 +448,7 @@ def steps_that_tell(tuning: Tuning) -> int:
     if best is None or tuning.repeated(best):
         return 0
     most_steps = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
-    return max(
-        (proposal.more_steps for proposal in _untried(tuning, best.next) if proposal.more_steps <= most_steps),
-        default=0,
-    )
+    return max((each.more_steps for each in _untried(tuning, best.next) if each.more_steps <= most_steps), default=0)
 
 
 def _key(proposal: Proposal) -> tuple[int | None, str]:

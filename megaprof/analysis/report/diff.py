@@ -173,12 +173,7 @@ class TargetDiff:
     @property
     def quantities(self) -> tuple[str, ...]:
         """Returns the `QUANTITIES` that at least one stage has: a forward-only target has no backward."""
-        had = {
-            name
-            for stage in self.stages
-            for name, difference in stage.changes.items()
-            if difference.before or difference.after
-        }
+        had = {name for stage in self.stages for name, each in stage.changes.items() if each.before or each.after}
         return tuple(name for name in QUANTITIES if name in had)
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
-
-import msgspec
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.report.text.notes import clause, with_texts
@@ -46,10 +43,9 @@ def sentences(hang: Hang) -> Iterator[str]:
     yield from (sentence(clause(note)) for note in hang.warnings)
 
 
-def plain(hang: Hang) -> dict[str, Any]:
-    """Returns the JSON of ``hang`` as plain data."""
-    told_of: dict[str, Any] = msgspec.to_builtins(replace(hang, warnings=with_texts(hang.warnings)))
-    return told_of
+def in_words(hang: Hang) -> Hang:
+    """Returns ``hang`` with the texts of its warnings, for JSON."""
+    return replace(hang, warnings=with_texts(hang.warnings))
 
 
 def _culprit(culprit: Culprit) -> str:

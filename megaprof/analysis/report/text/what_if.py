@@ -131,31 +131,25 @@ def layout_advice(predictions: WhatIf, framework: str | None = None) -> Finding 
     better. None if nothing was predicted."""
     if predictions.advice is None:
         return None
-    text = " ".join(sentence(clause) for clause in (_advice(predictions), *_beside_layouts(predictions)))
+    clauses = _advice(predictions), _beside_layouts(predictions)
+    text = " ".join(map(sentence, filter(None, clauses)))
     if predictions.best is None:
         return Finding("layout", "open", text)
     host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
     return Finding("layout", "fine", text, shlex.join(predictions.best.flags), host_flags)
 
 
-def _beside_layouts(predictions: WhatIf) -> Iterator[str]:
-    """Yields the fastest other number of model chunks or microbatches that certainly gains, if it is faster than the
+def _beside_layouts(predictions: WhatIf) -> str | None:
+    """Returns the fastest other number of model chunks or microbatches that certainly gains, if it is faster than the
     advised layout."""
-    gaining = [
-        change
-        for change in worth_showing(predictions)
-        if change.kind in ("chunks", "microbatches") and change.fits is not False
-    ]
-    first = max(gaining, key=lambda change: change.speedup.value, default=None)
-    if first is None:
-        return
-    if predictions.best is None or first.speedup.value > predictions.best.speedup.value:
-        faster = "faster" if predictions.best is None else "faster still"
-        needs = memory(first, predictions)
-        yield (
-            f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
-            + ("" if needs is None else f"; {needs}")
-        )
+    others = (change for change in worth_showing(predictions) if change.kind in ("chunks", "microbatches"))
+    fitting = (change for change in others if change.fits is not False)
+    first, best = max(fitting, key=lambda change: change.speedup.value, default=None), predictions.best
+    if first is None or (best is not None and first.speedup.value <= best.speedup.value):
+        return None
+    faster = "faster" if best is None else "faster still"
+    text = f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
+    return "; ".join(filter(None, (text, memory(first, predictions))))
 
 
 def _advice(predictions: WhatIf) -> str:
