@@ -66,7 +66,6 @@ class UsageError(CommandError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -231,7 +230,6 @@ def meant(typed: str, candidates: Iterable[str]) -> str:
 
 
 def parser_of(command: str) -> Parser:
-    """Returns the parser of one command, with all its arguments."""
     module_name, text = COMMANDS[command]
     module = import_module(f"megaprof.{module_name}")
     parser = Parser(f"megaprof {command}", text)

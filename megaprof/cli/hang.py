@@ -70,8 +70,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     """
     from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
 
-    job = find_job(directory, role)
-    view = look_at(job)
+    view = look_at(find_job(directory, role))
     hang = collectives(view)
     if hang.culprits or hang.unended:
         return hang, []

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows the table until the job ends or Ctrl-C is pressed."""
     from rich.console import Console
     from rich.live import Live
 

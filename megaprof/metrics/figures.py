@@ -116,8 +116,6 @@ class Summary:
 
 
 class _Stage(NamedTuple):
-    """The ranks of one stage."""
-
     members: list[RankStatus]
     above: dict[int, float]
     """Compute of each rank over that of the others (`peers.of_others`), as in the report; empty without others."""

@@ -85,10 +85,8 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Sink]]:
     if (writer := host.tensorboard) is not None:
-        yield (
-            "TensorBoard",
-            lambda summary: [writer.add_scalar(*named, summary.step) for named in scalars(summary, role).items()],
-        )
+        add = writer.add_scalar
+        yield "TensorBoard", lambda summary: [add(*named, summary.step) for named in scalars(summary, role).items()]
     if (wandb := host.wandb) is not None:
         # Without commit: the figures join the step that the host has open instead of being one.
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)

@@ -121,7 +121,6 @@ def _watched(
 
 
 def _steps(directory: Path) -> int:
-    """Returns how many steps the slowest rank has made."""
     try:
         job = find_job(directory)
     except NoJob:

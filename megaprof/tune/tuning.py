@@ -185,7 +185,6 @@ class Tuning:
 
     @property
     def pending(self) -> Trial | None:
-        """The trial that waits or runs; None if there is none."""
         return next((trial for trial in self.trials if trial.outcome is None), None)
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:

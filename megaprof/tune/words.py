@@ -44,25 +44,19 @@ def sentence(tuning: Tuning) -> str:
 
 
 def stopped(tuning: Tuning) -> str | None:
-    """Returns why there are no more trials; None while there are."""
-    if tuning.stopped == "nothing_left":
-        reasons = tuning.reason or "no other layout is surely 2 % faster", _depth(tuning)
-        return " ".join(words.sentence(reason) for reason in reasons if reason)
+    """Returns why there are no more trials, and why half as many stages were not tried; None while there are."""
     if tuning.stopped == "trials_spent":
         spent = f"All {counted(tuning.most_trials, 'trial')} are spent"
         return f"{spent}, and another layout is predicted to be faster still."
-    return None
-
-
-def _depth(tuning: Tuning) -> str | None:
-    """Returns why half as many stages were not tried from the best trial, as a clause. None if they were tried, or may
-    not be tried."""
+    if tuning.stopped != "nothing_left":
+        return None
+    reasons = [tuning.reason or "no other layout is surely 2 % faster"]
     half = tuning.best.half_as_deep if tuning.best and tuning.depth else None
     if isinstance(half, str):
-        return f"the depth stays: {half}"
-    if half is None or any(trial.proposal == half for trial in tuning.trials):
-        return None
-    return f"the depth stays: {half.what} would take {words.within(half.step_ms)} ms"
+        reasons.append(f"the depth stays: {half}")
+    elif half is not None and all(trial.proposal != half for trial in tuning.trials):
+        reasons.append(f"the depth stays: {half.what} would take {words.within(half.step_ms)} ms")
+    return " ".join(map(words.sentence, reasons))
 
 
 def trials(tuning: Tuning) -> TableView:

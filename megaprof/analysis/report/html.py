@@ -91,7 +91,6 @@ def light(text: str) -> Markup:
 
 
 def date(seconds: float) -> str:
-    """Returns a time of the wall clock."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

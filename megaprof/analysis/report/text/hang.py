@@ -44,7 +44,7 @@ def sentences(hang: Hang) -> Iterator[str]:
 
 
 def in_words(hang: Hang) -> Hang:
-    """Returns ``hang`` with the texts of its warnings, for JSON."""
+    """Returns ``hang`` with the texts of its warnings."""
     return replace(hang, warnings=with_texts(hang.warnings))
 
 

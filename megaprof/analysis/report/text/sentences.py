@@ -74,7 +74,14 @@ def facts(measured: TargetStages) -> list[str]:
 
 def ends(fleet: Fleet) -> tuple[Finding, ...]:
     """Returns in which steps the job stood still, and which ranks' data end early."""
-    return (*standstill_findings(fleet.standstills), *_ended(fleet))
+    found = [*standstill_findings(fleet.standstills)]
+    if ended := fleet.coverage.ended:
+        places = [(each, f"stage {each.stage}{f', {each.host}' if each.host else ''}") for each in ended[:_MOST]]
+        shown = ", ".join(f"rank {each.rank} ({place}) after step {each.last_step}" for each, place in places)
+        more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
+        text = f"Data end early, as when a process dies or hangs: {shown}{more}."
+        found.append(Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.coverage.steps[1]}."))
+    return tuple(found)
 
 
 def standstill_findings(standstills: Sequence[Standstill]) -> Iterator[Finding]:
@@ -182,15 +189,6 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
         typical = fleet.times.step.p50 if fleet.times.step else 0.0
         found.append((False, fleet.times.drift * typical, Finding("drift", "slow", text)))
     return tuple(finding for _, _, finding in sorted(found, key=lambda entry: (entry[0], -entry[1])))
-
-
-def _ended(fleet: Fleet) -> Iterator[Finding]:
-    if ended := fleet.coverage.ended:
-        places = [(each, f"stage {each.stage}{f', {each.host}' if each.host else ''}") for each in ended[:_MOST]]
-        shown = ", ".join(f"rank {each.rank} ({place}) after step {each.last_step}" for each, place in places)
-        more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
-        text = f"Data end early, as when a process dies or hangs: {shown}{more}."
-        yield Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.coverage.steps[1]}.")
 
 
 def run_notes(fleet: Fleet) -> Iterator[str]:
