@@ -158,13 +158,10 @@ class Replay:
             table[self._passes] = passes[part].T
             table[self._transfers] = links[part].T[self._links]
             for first, last, inputs in self._levels:
-                level_ends = table[first:last]
-                begins = table.take(inputs[0], axis=0)
-                for others in inputs[1:]:
-                    np.maximum(begins, table.take(others, axis=0), out=begins)
+                begins = table.take(inputs, axis=0).max(axis=0)
                 if ended:
                     begins[is_pass[first:last]] = 0.0
-                level_ends += begins
+                table[first:last] += begins
             yield table
 
 

@@ -127,9 +127,10 @@ def diagnose(run: Examined) -> Diagnosis:
     # Terms that gain enough only together. They become causes as soon as another term gains enough without them.
     hiding: list[Term] = []
     while True:
-        beside = run.mended(*hiding)
-        others = [term for term in left if term not in hiding]
-        gains = beside.gains(others)
+        beside = run.mended(*hiding) if hiding else run
+        gains = beside.gains([term for term in left if term not in hiding])
+        # What takes too little out of the passes does not take more out of those that are left later.
+        left = [*hiding, *(term for term, _, _ in gains)]
         dearest, doubtful = _dearest(beside, gains)
         if dearest is not None:
             hiding = _needed(run, hiding, dearest[0])

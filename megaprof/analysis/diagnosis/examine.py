@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -27,14 +28,16 @@ class Examined:
     model: Model
     view: View
     """All steps."""
-    drawn: View
-    """One step for each draw, with the contents of that draw."""
+    draws: View
+    """One step for each draw, with the contents of that draw, as it was."""
     rows: np.typing.NDArray[np.intp]
     """[draw]: the step of each draw."""
     replayed_ms: float
     """The average step, replayed as it was, in milliseconds."""
     restless_ms: float
     """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
+    left_out: tuple[Term, ...] = ()
+    """The terms that ``view`` is without."""
 
     @property
     def step_ms(self) -> float:
@@ -48,10 +51,12 @@ class Examined:
 
     def mended(self, *terms: Term) -> Examined:
         """Returns the job without some terms."""
-        view, drawn = self.view, self.drawn
-        for term in terms:
-            view, drawn = mended(term, view), mended(term, drawn)
-        return replace(self, view=view, drawn=drawn)
+        return replace(self, view=reduce(mended, terms, self.view), left_out=(*self.left_out, *terms))
+
+    @cached_property
+    def drawn(self) -> View:
+        """The draws without the same terms. Only terms that are priced need them."""
+        return reduce(mended, self.left_out, self.draws)
 
     def gain(self, term: Term) -> Floats:
         """Returns how many milliseconds shorter every step is without a term, [step]."""
@@ -83,7 +88,7 @@ class Examined:
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
         price = self.interval(gains, len(gain), mean, of_one**2 + of_content**2)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
-        left = np.minimum(self.view.passes, mended(term, self.view).passes).sum(axis=(3, 4, 5))
+        left = np.minimum(self.view.passes, mended(self.view, term).passes).sum(axis=(3, 4, 5))
         own = term.stage if term.stage is not None else slice(None if term.fitted else 0)
         most_ms = self.step_ms - float(np.delete(left, own, axis=2).max(axis=(1, 2), initial=0.0).mean())
         return replace(price, low=price.low - term.doubt_ms(mean), high=max(mean, min(price.high, most_ms)))
@@ -100,7 +105,7 @@ class Examined:
         might as well have been any of these."""
         columns = blocks(len(self.rows), self.view.passes.shape[-1], np.random.default_rng(0))
         took = []
-        for view in (self.view, mended(term, self.view)):
+        for view in (self.view, mended(self.view, term)):
             passes = np.moveaxis(view.passes[0][..., columns], -2, 0)
             entry, link = (np.repeat(values, len(columns), axis=0) for values in (view.entry, view.link))
             took.append(view.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
@@ -119,14 +124,13 @@ def examine(table: Table) -> Examined:
     """Fits the model of a job. Raises Unfit if stages are missing, or if passes ran in another order than planned."""
     missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
-        stages = len(table.metadata)
-        raise Unfit(Note("stages_missing", stages=missing, count=stages - len(missing), of=stages))
+        raise Unfit(Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp))
     _check_order(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model, rows = fit(table, steps), steps[:, 0]
     view = viewed(table, model, *measured(table))
-    drawn, replayed_ms = view.at(rows, model.draws), float(np.mean(view.step_ms))
-    return Examined(table, model, view, drawn, rows, replayed_ms, _restless(table, model, view))
+    draws, replayed_ms = view.at(rows, model.draws), float(np.mean(view.step_ms))
+    return Examined(table, model, view, draws, rows, replayed_ms, _restless(table, model, view))
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
@@ -150,8 +154,7 @@ def _check_order(table: Table) -> None:
         begun = np.median(table.start[:, :, stage][:, :, chunks, kinds, microbatches], axis=(0, 1))
         place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
         if begun[place] > begun[place:].min():
-            ran = order[place + int(begun[place:].argmin())]
-            planned = order[place]
+            ran, planned = order[place + int(begun[place:].argmin())], order[place]
             names = ran.kind, planned.kind, table.schedule.name
             raise Unfit(
                 Note("schedule_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
@@ -163,7 +166,7 @@ def _alone(term: Term, view: View) -> View:
     return term.change(view if term.replica is None else view.of(term.replica))
 
 
-def mended(term: Term, view: View) -> View:
+def mended(view: View, term: Term) -> View:
     """Returns the view without a term."""
     without = _alone(term, view)
     return without if term.replica is None else view.joined(term.replica, without)

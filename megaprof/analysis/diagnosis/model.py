@@ -96,7 +96,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
         alone = np.median(left_of_own - whose[:, :, :, None, None], axis=(3, 4, 5))
         rank = np.maximum(alone - of_others(alone, 1), 0.0)
     # Peers enter a collective together, so passes are longer by what the slowest works longer than is usual among them.
-    lost = np.maximum(_per_step(own) * -np.expm1(-rank), peers.max(axis=3) - _lower_median(peers))
+    lost = np.maximum(_per_step(own) * -np.expm1(-rank), peers.max(axis=3) - _quantile(peers, 0.5, -1))
     slow = -np.log1p(-np.minimum(lost / np.maximum(_per_step(took), 1e-9), 1.0 - 1e-9))
     if d > 1 and s == 1:
         whose, level = whose - slow[..., None], level - slow[:, :, 0]
@@ -255,7 +255,7 @@ def _own(log: Floats) -> Floats:
     mean = flat.mean(axis=0)
     variance = (mean**2).mean(axis=(0, 1, 3))
     several = c * k > 1
-    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if several else _lower_median(variance)
+    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if several else _quantile(variance, 0.5, -1)
     kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
     own_work: Floats = mean * kept[:, None]
     # Contents are those of an average microbatch.
@@ -283,7 +283,7 @@ def _pace(log: Floats, noise: float) -> Floats:
     t, d, s, c, k, m = log.shape
     if s == 1:
         return np.zeros((t, d, s))
-    usual = _lower_median(np.moveaxis(log, 2, 1).reshape(t, s, -1))
+    usual = _quantile(np.moveaxis(log, 2, 1).reshape(t, s, -1), 0.5, -1)
     longer = np.maximum(usual - _quantile(usual, QUARTILE, 0), 0.0)
     pace = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
     return np.broadcast_to(pace[:, None], (t, d, s)).copy()
@@ -300,10 +300,6 @@ def _in_common(values: Floats) -> Floats:
     low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
     nearest: Floats = np.clip(0.0, low, high)
     return nearest
-
-
-def _lower_median(values: Floats) -> Floats:
-    return _quantile(values, 0.5, -1)
 
 
 def _quantile(values: Floats, at: float, axis: int) -> Floats:

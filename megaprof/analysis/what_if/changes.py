@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from megaprof.analysis.table.table import Floats
 #: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
 _LONGEST = 4
 
+_Rows: TypeAlias = npt.NDArray[np.intp] | slice
 Kind = Literal[
     "layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand", "recompute"
 ]
@@ -153,12 +154,11 @@ class Baseline:
     @cached_property
     def pipelines_ms(self) -> Floats:
         """[n]: the longest pipeline of every step, replayed."""
-        return self._longest(np.arange(len(self.passes)), np.ones_like(self.content)[None], self.as_is)
+        return self._longest(slice(None), np.ones_like(self.content)[None], self.as_is)
 
     def gain(self, content: Floats, change: Change) -> Floats:
         """Returns [n]: how many milliseconds shorter every step is with other contents [s, c, k] and a change."""
-        every = np.arange(len(self.passes))
-        took = self._longest(every, (content / _positive(self.content, content))[None], change)
+        took = self._longest(slice(None), (content / _positive(self.content, content))[None], change)
         return self.pipelines_ms - took - (change.reductions - 1.0) * self.tail
 
     def gain_drawn(self, content: Floats, change: Change) -> Floats:
@@ -182,21 +182,19 @@ class Baseline:
         )
         return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link, tail=tail)
 
-    def _longest(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> Floats:
+    def _longest(self, rows: _Rows, ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
         longest: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
         return longest
 
-    def _times(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
+    def _times(self, rows: _Rows, ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
         """Returns the passes, entries and exchanges that the schedule of ``change`` replays. ``ratio`` [n, s, c, k]:
         the factor of contents."""
         passes, exchange, beside = self.passes[rows], self.exchange[rows], self.beside[rows]
         before, after = passes.shape[3], change.replay.shape[1]
         if after != before:
             # `ratio` is relative to the average chunk of a stage. Each pass has an exchange; the rest stays as long.
-            passes, exchange, beside = (
-                np.repeat(values.mean(axis=3, keepdims=True), after, axis=3) for values in (passes, exchange, beside)
-            )
+            passes, exchange, beside = (values.mean(axis=3, keepdims=True) for values in (passes, exchange, beside))
             beside *= before / after
         times = passes * ratio[:, None, ..., None] + exchange + beside
         entry, link = self.entry[rows], self.link[rows]
@@ -209,9 +207,7 @@ class Baseline:
     def stages_ms(self, content: Floats, change: Change) -> Floats:
         """Returns [s]: milliseconds of all passes of a stage in the average step, with other contents [s, c, k] and a
         change."""
-        times, _, _ = self._times(
-            np.arange(len(self.passes)), (content / _positive(self.content, content))[None], change
-        )
+        times, _, _ = self._times(slice(None), (content / _positive(self.content, content))[None], change)
         whole: Floats = times.sum(axis=(3, 4, 5)).mean(axis=(0, 1))
         return whole
 
@@ -325,13 +321,14 @@ def priced(
     change = change or run.as_is
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
-    drawn = run.gain_drawn(free, change) - np.resize(of_same_step, len(free))
+    both = np.concatenate((free, sure))
+    drawn, surely = np.split(run.gain_drawn(both, change) - np.resize(of_same_step, len(both)), [len(free)])
     if change.tokens != 1.0 and change.p2p_ms is None:
         # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
         in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
         drawn = drawn + in_proportion * np.random.default_rng(0).uniform(size=len(free))
     several = gains if len(gains) > 1 else run.as_several.gain(content, change)
-    of_steps, surely = float(several.std(ddof=1) / math.sqrt(len(gains))), run.gain_drawn(sure, change) - of_same_step
+    of_steps = float(several.std(ddof=1) / math.sqrt(len(gains)))
     return gained(kind, run.measured_ms, gains, of_steps, surely, drawn, run.missed, unsure)
 
 
