@@ -119,19 +119,17 @@ def hang_of(paths: Iterable[Path]) -> Hang:
     warnings = []
     files: dict[int, str] = {}
     for path in sorted(paths):
-        rank = rank_of(path)
-        if rank is None:
+        if (rank := rank_of(path)) is None:
             continue
         try:
             dump = read_dump(path)
         except (BadDump, OSError) as fault:
             warnings.append(Note("dump_unreadable", files=(path.name,), ranks=(rank,), said=str(fault)))
             continue
-        previous_dump = dumps.get(dump.rank)
-        if previous_dump is not None:
-            warnings.append(Note("twice", files=(files[dump.rank], path.name), ranks=(dump.rank,)))
-        if previous_dump is None or dump.latest > previous_dump.latest:
-            dumps[dump.rank], files[dump.rank] = dump, path.name
+        if rank in dumps:
+            warnings.append(Note("twice", files=(files[rank], path.name), ranks=(rank,)))
+        if rank not in dumps or dump.latest > dumps[rank].latest:
+            dumps[rank], files[rank] = dump, path.name
     if not dumps:
         unread = [f"{note.files[0]} is no dump that can be read: {note.said}" for note in warnings]
         raise BadDump("; ".join(unread) or "no file here is a dump of torch's flight recorder")

@@ -199,8 +199,10 @@ class Document(Generic[Anything]):
                 events.append(text.value())
             except _Damaged as fault:
                 damage = fault
-                if not isinstance(fault, _Truncated) and self._border and text.skip_to(self._border):
-                    damage = None
+                # The next border is where an event would end.
+                end = -1 if self._border is None else text.data.find(self._border, text.at + 1)
+                if not isinstance(fault, _Truncated) and end >= 0:
+                    damage, text.at = None, end + 1
                     self.unreadable += 1
             match = _BORDER.match(text.data, text.at - 1)
             self._border = match[0] if match else self._border
@@ -302,9 +304,3 @@ class _Text:
             return None
         except RecursionError:
             raise _Damaged("it is not JSON: it is nested too deeply") from None
-
-    def skip_to(self, border: bytes) -> bool:
-        """Moves to the next ``border``, where an event would end, and returns True, if the text has one."""
-        position = self.data.find(border, self.at + 1)
-        self.at = position + 1 if position >= 0 else self.at
-        return position >= 0

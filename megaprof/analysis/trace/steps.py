@@ -8,7 +8,7 @@ launches come from autograd's thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, TypeVar
@@ -226,6 +226,8 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
     inner = within(trace.ranges, *extent) if unseen is None else []
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
     exchanges = [traced for traced in inner if traced.name.is_p2p]
+    spans = times_of(passes)
+    took = spans[:, 1] - spans[:, 0]
     collecting, loading, finalize = (
         union(times_of([traced for traced in inner if traced.name.label == label]))
         for label in (ranges.GARBAGE, ranges.DATA_WAIT, ranges.FINALIZE_GRADS)
@@ -239,7 +241,19 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         source=trace.path.name,
         host=extent,
         extent=extent,
-        passes=_on_host(passes, metadata, collecting, loading),
+        passes=Passes(
+            kind=np.array([ranges.PASSES.index(traced.name.label) for traced in passes], dtype=np.int64),
+            ids=ids_of((traced.name for traced in passes), len(metadata.chunks)),
+            host=spans,
+            spans=spans,
+            end=spans[:, 1],
+            compute=took,
+            working=took,
+            idle=np.zeros_like(took),
+            garbage=covered(collecting, spans),
+            data=covered(loading, spans) if len(loading) else None,
+            exposed={},
+        ),
         exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
         finalize=finalize,
         has_kernels=trace.gpu is not None or unseen is not None,
@@ -257,25 +271,6 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         return _step(replace(trace, unseen=impossible), outer, role, number, index)
     incomplete = Note("incomplete", said=trace.cut) if trace.cut else _incomplete(step)
     return replace(step, incomplete=incomplete, modules=_modules(inner, step.passes, trace))
-
-
-def _on_host(passes: Sequence[TracedRange], metadata: Metadata, collecting: Intervals, loading: Intervals) -> Passes:
-    """Returns passes as the host saw them."""
-    spans = times_of(passes)
-    took, none = spans[:, 1] - spans[:, 0], np.zeros(len(spans), dtype=np.int64)
-    return Passes(
-        kind=np.array([ranges.PASSES.index(traced.name.label) for traced in passes], dtype=np.int64),
-        ids=ids_of((traced.name for traced in passes), len(metadata.chunks)),
-        host=spans,
-        spans=spans,
-        end=spans[:, 1],
-        compute=took,
-        working=took,
-        idle=none,
-        garbage=covered(collecting, spans),
-        data=covered(loading, spans) if len(loading) else None,
-        exposed={},
-    )
 
 
 def ids_of(names: Iterable[ranges.RangeName], chunks: int) -> Numbers:
@@ -296,7 +291,7 @@ def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[Mod
     for opened in grouped(of_modules, lambda traced: traced.name.label).values():
         spans = times_of(opened)
         pass_of = owners(spans[:, 0], passes.host)
-        recomputed = (pass_of >= 0) & (passes.kind[pass_of] == 1) if len(passes.kind) else pass_of >= 0
+        recomputed = np.append(passes.kind, -1)[pass_of] == 1  # the last one: in no pass
         lengths_ns = spans[:, 1] - spans[:, 0]
         if trace.gpu is not None:
             owner = owners(trace.gpu.launched, spans)
