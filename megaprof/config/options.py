@@ -11,6 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import megaprof.config.values as read
@@ -72,7 +73,7 @@ class ProfileConfig:
     target: tuple[str, ...] = _option(
         (),
         f"what to capture: one or more of {', '.join(TARGETS)}. Without a target, profiling is off",
-        read.words(TARGETS),
+        partial(read.words, TARGETS),
     )
     dir: str | None = _option(
         None,
@@ -114,7 +115,9 @@ class ProfileConfig:
         "calls, one file each; REPEAT cycles, 0 for the whole run. What is left out at the end has its default",
         read.text,
     )
-    ranges: str = _option("microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", read.word(RANGE_LEVELS))
+    ranges: str = _option(
+        "microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", partial(read.word, RANGE_LEVELS)
+    )
     tool: tuple[str, ...] = _option(
         ("torch",),
         "what records: torch (a profiler trace of each window) | nsys (cudaProfilerStart/Stop, for 'megaprof nsys') | "
@@ -128,7 +131,9 @@ class ProfileConfig:
         read.ranks,
     )
     timeline_megabytes: int = _option(
-        64, "largest size of a rank's timeline, in MiB; beyond it, the oldest quarter is removed", read.count(1)
+        64,
+        "largest size of a rank's timeline, in MiB; beyond it, the oldest quarter is removed",
+        partial(read.count, 1),
     )
     collectives: bool = _option(
         False,
@@ -141,7 +146,7 @@ class ProfileConfig:
         ACTIVITIES,
         "what the torch profiler records: cpu, cuda. cuda alone costs next to nothing, but the trace then does not "
         "name the process groups of collectives",
-        read.words(ACTIVITIES),
+        partial(read.words, ACTIVITIES),
     )
     record_shapes: bool = _option(False, "record tensor shapes (costs memory)", read.boolean)
     profile_memory: bool = _option(False, "record tensor allocations (costs memory)", read.boolean)
@@ -151,7 +156,7 @@ class ProfileConfig:
         ("trace",),
         "what to write from a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph, "
         "gzipped; needs recorded stacks)",
-        read.words(EXPORTS),
+        partial(read.words, EXPORTS),
     )
     kernels: bool = _option(
         False, "also write the self time and count of every kernel (.kernels.json) for each window", read.boolean
@@ -173,7 +178,7 @@ class ProfileConfig:
         60,
         "longest wait in seconds for unfinished files when the process ends (at most 20 after SIGTERM), and for the "
         "GPU when a window closes",
-        read.count(0),
+        partial(read.count, 0),
     )
     on_demand: bool = _option(
         False,
@@ -419,7 +424,7 @@ def _without_aliases(settings: Mapping[str, Any], spelling: Callable[[str], str]
                 )
             values[name] = meant
     parts = {
-        name: read.count(least)(spelling(name), values.pop(name)) for name, least in SCHEDULE.items() if name in values
+        name: read.count(least, spelling(name), values.pop(name)) for name, least in SCHEDULE.items() if name in values
     }
     if parts:
         if "schedule" in values:

@@ -1,8 +1,8 @@
 """The values of options: which steps are captured (step lists and schedules, per target and role), which tools exist,
 and functions that read the value of a flag, a variable or a keyword: ``read(name, value)``.
 
-Each reader takes the option as it was spelled, for its messages, and a value as text or as plain data, and raises
-ValueError naming option, value and what would be valid. No clock, no communication.
+Each reader takes the option as it was spelled, for its messages, and a value as text or as plain data, some of them
+after what is valid, and raises ValueError naming option, value and what would be valid. No clock, no communication.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -230,39 +230,31 @@ def boolean(name: str, value: Any) -> bool:
     raise ValueError(f"{name}: {value!r} is neither true nor false; valid: {'/'.join(_TRUE)}, {'/'.join(_FALSE)}")
 
 
-def count(minimum: int) -> Callable[[str, Any], int]:
+def count(minimum: int, name: str, value: Any) -> int:
     """Reads a whole number of at least ``minimum``."""
-
-    def read(name: str, value: Any) -> int:
-        if isinstance(value, str) and value.strip().lstrip("-").isascii() and value.strip().lstrip("-").isdigit():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"{name}: {value!r} is not valid; it must be a whole number of at least {minimum}")
-        return value
-
-    return read
+    if isinstance(value, str) and value.strip().lstrip("-").isascii() and value.strip().lstrip("-").isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}: {value!r} is not valid; it must be a whole number of at least {minimum}")
+    return value
 
 
-def words(valid_words: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
+def words(valid_words: tuple[str, ...], name: str, value: Any) -> tuple[str, ...]:
     """Reads one or more of ``valid_words``, from a list or from text with spaces or commas between them."""
-
-    def read(name: str, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = value.replace(",", " ").split()
-        if not isinstance(value, list | tuple) or not value:
-            raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(valid_words)}")
-        chosen = [str(item).strip().lower() for item in value]
-        for item in chosen:
-            if item not in valid_words:
-                raise ValueError(f"{name}: unknown value {item!r}; valid: one or more of {', '.join(valid_words)}")
-        return tuple(dict.fromkeys(chosen))
-
-    return read
+    if isinstance(value, str):
+        value = value.replace(",", " ").split()
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(valid_words)}")
+    chosen = [str(item).strip().lower() for item in value]
+    for item in chosen:
+        if item not in valid_words:
+            raise ValueError(f"{name}: unknown value {item!r}; valid: one or more of {', '.join(valid_words)}")
+    return tuple(dict.fromkeys(chosen))
 
 
 def tools(name: str, value: Any) -> tuple[str, ...]:
     """Returns one or more of the tools that are known now."""
-    return words(known_tools())(name, value)  # third parties register theirs
+    return words(known_tools(), name, value)  # third parties register theirs
 
 
 def memory_limit(name: str, value: Any) -> str:
@@ -303,15 +295,11 @@ def per_role(name: str, value: Any) -> str:
     return normalized
 
 
-def word(valid_words: tuple[str, ...]) -> Callable[[str, Any], str]:
+def word(valid_words: tuple[str, ...], name: str, value: Any) -> str:
     """Reads one of ``valid_words``."""
-
-    def read(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value.strip().lower() not in valid_words:
-            raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(valid_words)}")
-        return value.strip().lower()
-
-    return read
+    if not isinstance(value, str) or value.strip().lower() not in valid_words:
+        raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(valid_words)}")
+    return value.strip().lower()
 
 
 def factor(name: str, value: Any) -> float:
