@@ -8,8 +8,9 @@ and finds the worker among the callers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +78,11 @@ def config_of(policy: Any) -> ProfileConfig:
     return ProfileConfig.from_values(values | megaprof_settings, names=spellings)
 
 
-def _reader_without_megatron(role: str) -> Callable[[Mapping[str, Any]], Facts]:
-    """Returns how to read a batch of a worker without Megatron (``strategy=fsdp``). A forward pass with a loss is the
-    evaluation of an SFT run."""
-
-    def read(arguments: Mapping[str, Any]) -> Facts:
-        number = (getattr(arguments["data"], "metadata", None) or {}).get("global_step")
-        return Facts(role=role, iteration=number, evaluation=arguments.get("loss_fn") is not None)
-
-    return read
+def _without_megatron(role: str, arguments: Mapping[str, Any]) -> Facts:
+    """Reads a batch of a worker without Megatron (``strategy=fsdp``). A forward pass with a loss is the evaluation of
+    an SFT run."""
+    number = (getattr(arguments["data"], "metadata", None) or {}).get("global_step")
+    return Facts(role=role, iteration=number, evaluation=arguments.get("loss_fn") is not None)
 
 
 def _attach_step(batch: Any, step: int) -> Facts:
@@ -130,8 +127,8 @@ HOST = Host(
                 ("RefWorkerBase", "ref"),
             )
             for hook in (
-                Hook(_WORKER, f"{worker}.forward", _reader_without_megatron(role), batch=_FORWARD),
-                Hook(_WORKER, f"{worker}.forward_backward", _reader_without_megatron(role), batch=_TRAINING),
+                Hook(_WORKER, f"{worker}.forward", partial(_without_megatron, role), batch=_FORWARD),
+                Hook(_WORKER, f"{worker}.forward_backward", partial(_without_megatron, role), batch=_TRAINING),
             )
         ),
         Hook(_WORKER, "Worker._sync_weights_to_inference_engines", part="weight_sync"),

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megaprof.autoload.contract import Facts, Hook, Host, Part, local, over
@@ -116,14 +117,10 @@ def _adopt(worker: Any) -> None:
         armed.install()
 
 
-def _facts(arguments: Mapping[str, Any], role: str | None) -> Facts:
+def _facts(role: str | None, arguments: Mapping[str, Any]) -> Facts:
     _adopt(arguments["self"])
     sent_step = _batch_value(arguments.get("data"), _SENT) if _Announced.step in (None, _UNNUMBERED) else None
     return Facts(role=role, iteration=_Announced.step if sent_step is None else int(sent_step))
-
-
-def _reader_for(role: str) -> Any:
-    return lambda arguments: _facts(arguments, role)
 
 
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
@@ -139,7 +136,7 @@ def _send_step(arguments: Mapping[str, Any]) -> Facts:
 def _log_probs(arguments: Mapping[str, Any]) -> Facts:
     """Reads log-probs of the actor or, with LoRA, of the reference: that is the actor's model without its adapter, and
     verl asks the actor's worker for both."""
-    return _facts(arguments, "ref" if _batch_value(arguments.get("data"), "no_lora_adapter") else "actor")
+    return _facts("ref" if _batch_value(arguments.get("data"), "no_lora_adapter") else "actor", arguments)
 
 
 def _batch_value(data: Any, name: str) -> Any:
@@ -156,7 +153,7 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     """Reads a call of a TrainingWorker by itself: the critic, or the one model of an SFT run. Inside an actor's or a
     reference's worker the role is known already."""
     worker = arguments["self"]
-    facts = _facts(arguments, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
+    facts = _facts("critic" if getattr(worker.config, "model_type", None) == "value_model" else None, arguments)
     if _sft() and facts.iteration in (None, _UNNUMBERED):
         # The trainer's step, which continues across a resume, is in a variable of its ``fit`` only.
         facts = replace(facts, iteration=local("global_step"))
@@ -457,13 +454,13 @@ def _get(node: Any, path: str, default: Any = None) -> Any:
 
 #: Up to verl 0.6.
 _OLD_FUNCTIONS: dict[str, tuple[Any, Part | None]] = {
-    "ActorRolloutRefWorker.generate_sequences": (_reader_for("rollout"), "rollout"),
-    "ActorRolloutRefWorker.compute_ref_log_prob": (_reader_for("ref"), None),
+    "ActorRolloutRefWorker.generate_sequences": (partial(_facts, "rollout"), "rollout"),
+    "ActorRolloutRefWorker.compute_ref_log_prob": (partial(_facts, "ref"), None),
     "ActorRolloutRefWorker.compute_log_prob": (_log_probs, None),
-    "ActorRolloutRefWorker.update_actor": (_reader_for("actor"), None),
-    "CriticWorker.compute_values": (_reader_for("critic"), None),
-    "CriticWorker.update_critic": (_reader_for("critic"), None),
-    "RewardModelWorker.compute_rm_score": (_reader_for("reward"), "rewards"),
+    "ActorRolloutRefWorker.update_actor": (partial(_facts, "actor"), None),
+    "CriticWorker.compute_values": (partial(_facts, "critic"), None),
+    "CriticWorker.update_critic": (partial(_facts, "critic"), None),
+    "RewardModelWorker.compute_rm_score": (partial(_facts, "reward"), "rewards"),
 }
 
 
@@ -495,9 +492,9 @@ HOST = Host(
     name="verl",
     package="verl",
     hooks=(
-        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _reader_for("ref")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", partial(_facts, "ref")),
         Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
-        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _reader_for("actor")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", partial(_facts, "actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         # An SFT trainer infers only for its validation loss.
         Hook(_WORKERS, "TrainingWorker.infer_batch", lambda given: replace(_worker(given), evaluation=_sft())),
