@@ -17,6 +17,7 @@ import numpy as np
 
 from megaprof.analysis.report.document import Report, plain_number
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
@@ -94,9 +95,8 @@ def rehearsed(
     pipeline = put_together(stages)
     write(pipeline, out / PREDICTED)
     report = analyze(out / PREDICTED, memory_limit=limit)
-    target, now_ms = report.targets[0], pipeline.step_ms.value
-    what_if, pairs = target.what_if, pairwise(layout.rank_of(pp=stage) for stage in range(sizes.pp))
-    over = tuple(between(pair, per_host, links) for pair in pairs)
+    target, what_if, now_ms = report.targets[0], report.targets[0].what_if, pipeline.step_ms.value
+    over = tuple(between(pair, per_host, links) for pair in pairwise(layout.rank_of(pp=at) for at in range(sizes.pp)))
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
     too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
     sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
@@ -119,7 +119,8 @@ def rehearsed(
 
     changes, best = _best_of(changes, as_it_runs, 0.0 if too_large else 1.0)
     what_if = replace(what_if, candidates=tuple(changes))
-    report = replace(report, targets=(replace(target, what_if=what_if), *report.targets[1:]))
+    target = replace(target, what_if=what_if, advice=layout_advice(what_if, target.framework))
+    report = replace(report, targets=(target, *report.targets[1:]))
     best_words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
     if best is not None and best.kind == "recompute":  # its layout stays
         best_words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
@@ -200,8 +201,7 @@ def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:
         passing = (memory.most - memory.least) * in_flight[stage] // max(in_flight[middle.metadata.coords.pp], 1)
         memory = replace(memory, most=memory.least + passing)
     chunks = tuple(replace(chunk, layer_numbers=None) for chunk in middle.metadata.chunks)
-    metadata = replace(middle.metadata, coords=coords, chunks=chunks)
-    return replace(middle, metadata=metadata, memory=memory, layers=())
+    return replace(middle, metadata=replace(middle.metadata, coords=coords, chunks=chunks), memory=memory, layers=())
 
 
 def _recomputed(

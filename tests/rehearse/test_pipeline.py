@@ -13,6 +13,7 @@ import pytest
 from megaprof import simulate
 from megaprof.analysis.report.document import plain_number
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
@@ -216,7 +217,9 @@ def test_a_layout_with_other_chunks_is_rehearsed_itself(
     made, report = rehearsed(["train.py"], ["train.py"], tmp_path, 2, STEPS, LINKS, 8)
     assert ran == [False, False, True, True]
     assert (made.best is not None) == chosen
-    assert report.targets[0].what_if == made.what_if  # as it ran, and not as it was predicted before
+    (target,) = report.targets
+    assert target.what_if == made.what_if  # as it ran, and not as it was predicted before
+    assert target.advice == layout_advice(made.what_if)
     candidate = next(each for each in made.what_if.candidates if each.chunks == 2)
     assert candidate.step_ms.value == pytest.approx(simulate(*passes, MICROBATCHES).step_ms)
     if made.best is not None:
