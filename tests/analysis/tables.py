@@ -23,7 +23,7 @@ def tables_in(directory: Path) -> dict[Key, Table | Unfit]:
     runs = runs_in(steps, timelines)
     own = (step for step in steps if runs.has(step.host[0]))
     reading = read_fleet(timelines, runs=runs)
-    return tables(tables_of_steps(own), reading, survey(reading))
+    return tables(jobs_of(own), reading, survey(reading))
 
 
 def tables_of_steps(steps: Iterable[TracedStep]) -> dict[Key, Table | Unfit]:

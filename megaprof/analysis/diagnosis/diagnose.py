@@ -22,7 +22,7 @@ from megaprof.analysis.diagnosis.lengths import (
 )
 from megaprof.analysis.diagnosis.model import Content, divided, of_both, outside_layers
 from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
-from megaprof.analysis.diagnosis.terms import Term, terms
+from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import compiled
@@ -117,13 +117,11 @@ class Diagnosis:
 
 def diagnose(run: Examined) -> Diagnosis:
     """Returns the causes of one job's lost time."""
-    left = terms(run.table, run.view, run.step_ms)
     if run.table.profiled:  # a profiler slows down launches, so the host's delays are not those of the job
-        run = run.mended(*(term for term in left if term.kind == "host_bound"))
-        left = [term for term in left if term.kind != "host_bound"]
+        run = run.mended(*(term for term in run.terms if term.kind == "host_bound"))
+    left = [term for term in run.terms if term not in run.left_out]
     asked = run
-    causes: list[Cause] = []
-    perhaps: list[Cause] = []
+    causes, perhaps = list[Cause](), list[Cause]()
     # Terms that gain enough only together. They become causes as soon as another term gains enough without them.
     hiding: list[Term] = []
     while True:
@@ -166,7 +164,6 @@ def diagnose(run: Examined) -> Diagnosis:
     clocks = run.table.clocks or run.table.schedule.stages == 1
     # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter.
     usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
-    quiet_ms = replace(run.view, passes=usual).step_ms
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths, cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
@@ -175,7 +172,7 @@ def diagnose(run: Examined) -> Diagnosis:
         replayed_ms=run.replayed_ms,
         causes=tuple(causes),
         perhaps=tuple(perhaps),
-        rest_ms=float(np.mean(run.view.step_ms - quiet_ms)),
+        rest_ms=float(np.mean(run.view.step_ms - replace(run.view, passes=usual).step_ms)),
         lengths=None if of_lengths is None else explain(asked, of_lengths),
         clocks=clocks,
         sure=not perhaps

@@ -11,7 +11,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
-from megaprof.analysis.diagnosis.terms import Term
+from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Interval, errors_of_mean
@@ -36,8 +36,10 @@ class Examined:
     """The average step, replayed as it was, in milliseconds."""
     restless_ms: float
     """Variance of the disturbances of a rank, in square milliseconds per millisecond of work."""
+    terms: tuple[Term, ...]
+    """What may cost enough, in the steps as they were."""
     left_out: tuple[Term, ...] = ()
-    """The terms that ``view`` is without."""
+    """Those that ``view`` is without."""
 
     @property
     def step_ms(self) -> float:
@@ -130,7 +132,8 @@ def examine(table: Table) -> Examined:
     model, rows = fit(table, steps), steps[:, 0]
     view = viewed(table, model, *measured(table))
     draws, replayed_ms = view.at(rows, model.draws), float(np.mean(view.step_ms))
-    return Examined(table, model, view, draws, rows, replayed_ms, _restless(table, model, view))
+    every = tuple(terms(table, view, float(table.length.mean())))
+    return Examined(table, model, view, draws, rows, replayed_ms, _restless(table, model, view), every)
 
 
 def _restless(table: Table, model: Model, view: View) -> float:

@@ -29,7 +29,7 @@ from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import OF_RL
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
-from megaprof.analysis.table.traced import Job, jobs_of, table_of, tables
+from megaprof.analysis.table.traced import Job, jobs_of, tables
 from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
 from megaprof.analysis.trace.reading import (
     OTHERS,
@@ -114,8 +114,7 @@ def analyze(
     warnings = [*of_files([*skipped, *fleet_reading.warnings]), *warnings]
     fleets = survey(fleet_reading)
     captured = {job.key: job for job in jobs_of(step for reading in of_run for step in reading.steps)}
-    traced = {key: table_of(job) for key, job in captured.items()}
-    tabled = tables(traced, fleet_reading, fleets, workers)
+    tabled = tables(captured.values(), fleet_reading, fleets, workers)
     if not captured and not fleet_reading.series:
         others = set(_others(path) if path.is_dir() else ()) - {reading.path for reading in readings}
         more = [*read_all(sorted(others), workers)]

@@ -6,7 +6,7 @@ Steps that belong together are found first. What is missing, recorded twice, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -328,17 +328,17 @@ def _core_wait(steps: Sequence[TracedStep]) -> float:
 
 
 def tables(
-    traced: Mapping[Key, Table | Unfit], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+    jobs: Iterable[Job], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
 ) -> dict[Key, Table | Unfit]:
     """Returns the table of every job, or why there is none. A table is made from traces, from timelines, or from both
-    together. ``traced``: the tables from traces; ``fleets``: the survey of the timelines."""
+    together. ``jobs``: those with traces; ``fleets``: the survey of the timelines."""
     by_key = tables_of_timelines(reading, fleets, workers)
-    for key, from_traces in traced.items():
-        from_timelines = by_key.get(key)
+    for job in jobs:
+        from_traces, from_timelines = table_of(job), by_key.get(job.key)
         if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
-            by_key[key] = completed(from_timelines, from_traces) or from_traces
+            by_key[job.key] = completed(from_timelines, from_traces) or from_traces
         elif not isinstance(from_timelines, Table):
-            by_key[key] = from_traces
+            by_key[job.key] = from_traces
     return by_key
 
 

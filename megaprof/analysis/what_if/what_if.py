@@ -17,7 +17,6 @@ from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
-from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, rescheduled
@@ -138,7 +137,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     changeable = Changeable(steps, held, memory, sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
-    slow_ranks = [term for term in terms(table, run.view, run.step_ms) if term.kind == "slow_rank"]
+    slow_ranks = [term for term in run.terms if term.kind == "slow_rank"]
     compared = _beside_slow_ranks(changeable, run.mended(*slow_ranks)) if slow_ranks else layouts(changeable)
     costs = fitted(changeable.costs)
     told = "kinds_alike" not in costs.assumptions  # times alone do not tell a quick kind of layers from a quick stage
