@@ -220,10 +220,14 @@ def _by_content(computed: Content, cause: Cause) -> Cause:
     part = ends if cause.kind == "ends" else whole * (1.0 - 1.0 / getattr(computed, cause.kind))
     more = whole * (1.0 - 1.0 / (computed.stage * computed.chunk)) + ends
     where = cause.stage, slice(None) if cause.chunk is None else cause.chunk
-    whole_ms, part_ms, more_ms = (ms[where].reshape(-1, ms.shape[-1]).sum(axis=0) for ms in (whole, part, more))
+    whole_ms, part_ms, more_ms, ends_ms = (
+        ms[where].reshape(-1, ms.shape[-1]).sum(axis=0) for ms in (whole, part, more, ends)
+    )
     excess_ms = part_ms if part_ms.any() else more_ms
-    kind = None if cause.kind == "ends" else _of_kind(excess_ms, whole_ms)
-    kind = kind or _OF_CONTENT[cause.kind]
+    # What the quicker passes show of one kind of pass only may be an embedding or a loss in the table.
+    term = cause.kind if part_ms.any() or not ends_ms.any() else "ends"
+    kind = None if term == "ends" else _of_kind(excess_ms, whole_ms)
+    kind = kind or _OF_CONTENT[term]
     parts = {f"{name}_ms": float(ms) for name, ms in zip(("forward", "backward"), excess_ms, strict=False)}
     return replace(cause, kind=kind, parts=parts, chunk=cause.chunk if kind == "slow_chunk" else None)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.averages import averages
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _cause, _dear_part, _needed, diagnose
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _by_content, _cause, _dear_part, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST
@@ -726,3 +726,23 @@ def test_no_price_exceeds_what_other_stages_leave_of_a_step(tmp_path) -> None:
             gain = run.gain(term)
             left_ms = np.delete(of_ranks, term.stage, axis=2).max(axis=(1, 2)).mean()
             assert gain.mean() <= run.price(term, gain).high <= run.step_ms - left_ms + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("term", "place", "longer", "kind"),
+    [
+        ("chunk", (1, 1), (1.7, 0.6), "embedding_or_loss"),
+        ("chunk", (0, 0), (1.7, 0.6), "embedding_or_loss"),
+        ("chunk", (1, 1), (1.7, 0.1), "slow_forward"),
+        ("chunk", (1, 0), (1.7, 3.4), "slow_chunk"),
+        ("ends", (1, 1), (1.7, 0.6), "embedding_or_loss"),
+    ],
+)
+def test_a_chunk_with_a_loss_that_takes_longer_is_no_slow_chunk(term, place, longer, kind) -> None:
+    content = np.tile([28.0, 55.0], (2, 2, 1))
+    content[place] += longer
+    cause = Cause(term, Interval.of(10.0), 1.0, 10.0, 5, None, stage=place[0], chunk=place[1])
+    found = _by_content(divided(content, np.ones((2, 2))), cause)
+    assert found.kind == kind
+    assert found.parts["forward_ms"] == pytest.approx(1.7)
+    assert found.chunk == (place[1] if kind == "slow_chunk" else None)
