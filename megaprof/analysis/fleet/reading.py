@@ -288,8 +288,7 @@ def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: 
 
 def numbers_of(calls: npt.NDArray[Any]) -> Integers:
     """Returns the step of each call as a number, with the index of the call in its lowest `CALLS` bits."""
-    numbers: Integers = calls["step"].astype(np.int64) << CALLS | calls["index"]
-    return numbers
+    return np.asarray(calls["step"].astype(np.int64) << CALLS | calls["index"])
 
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:

@@ -123,8 +123,7 @@ def _both_ways(start: Floats, end: Floats, enter: Floats, stage: int, *, each_st
     low, high = -bounds[0], bounds[1]
     width = np.maximum(high - low, 1e-9)
     low_weight, high_weight = (np.clip(wait, 1e-9, width / 2) for wait in waits)
-    difference: Floats = (low * low_weight + high * high_weight) / (low_weight + high_weight)
-    return difference, np.abs(high - low)
+    return np.asarray((low * low_weight + high * high_weight) / (low_weight + high_weight)), np.abs(high - low)
 
 
 def _one_way(start: Floats, end: Floats, shift: Floats, stage: int, *, each_step: bool) -> tuple[Floats, Floats]:

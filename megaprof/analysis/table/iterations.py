@@ -118,8 +118,7 @@ def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
             waits_us[row] = waits.sum()
 
     def sums(us: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        of_iteration: npt.NDArray[np.float64] = np.add.reduceat(us, first)[:-1][whole] / 1e3
-        return of_iteration
+        return np.asarray(np.add.reduceat(us, first)[:-1][whole] / 1e3)
 
     calls = {name: sums(steps[name].astype(float)) for name in ("duration", *codes.KINDS.values())}
     parts = {DATA: np.minimum(sums(waits_us[rows]), calls["forward"] + calls["combined"])}

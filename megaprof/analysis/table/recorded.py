@@ -172,8 +172,7 @@ def _shape(metadata: Metadata) -> tuple[object, ...]:
 
 
 def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
-    usable: npt.NDArray[np.bool_] = (timeline.steps["flags"] & _LEFT_OUT == 0) & (timeline.steps["duration"] > 0)
-    return usable
+    return np.asarray((timeline.steps["flags"] & _LEFT_OUT == 0) & (timeline.steps["duration"] > 0))
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -184,8 +183,7 @@ def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) 
         index = int(np.searchsorted(places, change))
         if 0 < index < len(places):
             places[index - 1 : index + 1] = change - 1, change
-    spread_numbers: npt.NDArray[np.int64] = numbers[np.unique(places)]
-    return spread_numbers
+    return np.asarray(numbers[np.unique(places)])
 
 
 def _steps(timelines: Timelines, plan: _Plan, ranks: Sequence[RankRow]) -> RankSteps | None:

@@ -216,8 +216,7 @@ class Table:
     def core_waits_beside(self) -> Floats:
         """[t, d, s, p]: the part of ``core_waits`` that is outside of passes."""
         inside = self.held[WAIT].sum(axis=(3, 4, 5))[..., None] if WAIT in self.held else 0.0
-        core_waits_beside: Floats = np.maximum(self.core_waits - inside, 0.0)
-        return core_waits_beside
+        return np.asarray(np.maximum(self.core_waits - inside, 0.0))
 
     @property
     def passes(self) -> Floats:

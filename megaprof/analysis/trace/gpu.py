@@ -150,8 +150,7 @@ def _possible(spans: Intervals, calls: Intervals) -> npt.NDArray[np.bool_]:
     near = np.concatenate((calls.ravel(), starts[[len(starts) // 4, len(starts) * 3 // 4]]))
     first, last = int(near.min()), int(near.max())
     margin = max(last - first, _BEYOND)
-    possible: npt.NDArray[np.bool_] = (spans[:, 0] >= first - margin) & (spans[:, 1] <= last + margin)
-    return possible
+    return np.asarray((spans[:, 0] >= first - margin) & (spans[:, 1] <= last + margin))
 
 
 def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -47,8 +47,7 @@ def covered(disjoint: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
     def up_to(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         begun = np.searchsorted(starts, times, side="right")
         running = np.where(begun > 0, np.maximum(ends[begun - 1] - times, 0), 0)
-        result: npt.NDArray[np.int64] = cumulated[begun] - running
-        return result
+        return np.asarray(cumulated[begun] - running)
 
     return up_to(spans[:, 1]) - up_to(spans[:, 0])
 

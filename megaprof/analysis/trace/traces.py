@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Columns, Events, KinetoEvents
+from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import (
     MOST_UNSEEN,
@@ -185,12 +185,17 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
             traced_ranges = sorted((*traced_ranges, *replayed), key=lambda traced: (traced.start, -traced.end))
             if unnamed is not None:
                 metadata = replace(metadata, ranges=replace(metadata.ranges, reason=unnamed))
+    compute = intervals(())
+    if collectives:  # when any thread ran another operator; only leaves count, because their parents also wait
+        others = operators.rows(~events.named(operators, lambda name: name.startswith(ranges.PREFIX)))
+        computes = ~events.named(others, lambda name: name.startswith(_COMMUNICATING))
+        compute = union((others.spans + events.base)[leaves(others.thread.astype(np.int64), others.spans) & computes])
     return Trace(
         path=path,
         metadata=metadata,
         ranges=tuple(traced_ranges),
         collectives=tuple(collectives),
-        compute=_compute(events, operators) if collectives else intervals(()),
+        compute=compute,
         gpu=gpu,
         launches=launches,
         unseen=unseen,
@@ -256,15 +261,6 @@ def _without_gpu(events: KinetoEvents) -> bool:
     with suppress(KeyError, ValueError):
         return not events.has(KERNEL) and read_metadata(bytes(events.document.top["megaprof"])).device in (None, "cpu")
     return not events.has(KERNEL)
-
-
-def _compute(events: Events, operators: Columns) -> Intervals:
-    """Returns when any thread ran an operator other than communication. Only leaf operators count, because their
-    parents also wait."""
-    operators = operators.rows(~events.named(operators, lambda name: name.startswith(ranges.PREFIX)))
-    computes = ~events.named(operators, lambda name: name.startswith(_COMMUNICATING))
-    spans = operators.spans + events.base
-    return union(spans[leaves(operators.thread.astype(np.int64), spans) & computes])
 
 
 def _collective(name: str) -> str | None:
