@@ -47,7 +47,6 @@ COMMANDS = {
 }
 #: The exit codes beside 0, with the meanings in docs/scripts.md, which never change.
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
-_INPUT_LIMIT = "--max-input-mib"
 #: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
@@ -84,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = import_module(f"megaprof.{COMMANDS[command][0]}")
         given = parser_of(command).parse(arguments[position + 1 :])
-        _heed_input_limit(getattr(given, "max_input_mib", None))
+        if (mib := getattr(given, "max_input_mib", None)) is not None and mib < 1:
+            raise UsageError(f"--max-input-mib {mib} must be at least 1 (MiB)")
+        inputs.allow(None if mib is None else mib << 20)
         code: int = module.run(given)
         sys.stdout.flush()
         return code
@@ -138,19 +139,12 @@ def add_input_option(parser: argparse.ArgumentParser, *, runs: bool = False) -> 
         numbered = "number of the run, if DIR holds several; 1 is the oldest (default: the newest)"
         parser.add_argument("--run", metavar="N", type=int, help=numbered)
     parser.add_argument(
-        _INPUT_LIMIT,
+        "--max-input-mib",
         metavar="N",
         type=int,
         help="largest file to read, in MiB, also after decompression (default: no limit for traces; for others, a "
         "quarter of the free memory, but at least 64)",
     )
-
-
-def _heed_input_limit(mib: int | None) -> None:
-    """Applies the limit to this process and to those that it starts. Raises UsageError."""
-    if mib is not None and mib < 1:
-        raise UsageError(f"{_INPUT_LIMIT} {mib} must be at least 1 (MiB)")
-    inputs.allow(None if mib is None else mib << 20)
 
 
 @contextmanager

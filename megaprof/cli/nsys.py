@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.ray import runtime_env
-from megaprof.cli import UsageError
+from megaprof.cli import UsageError, say
 from megaprof.config.arguments import add_profile_args, config_from_args
 from megaprof.recorders import nsys
 
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     if not args.shutdown:
-        _note("without --shutdown, nsys writes most files when the process ends, and none if nsys is killed")
+        killed = "nsys writes most files when the process ends, and none if nsys is killed"
+        say(f"megaprof nsys: without --shutdown, {killed}", sys.stderr)
     # If its directory is missing, nsys writes into the temporary directory.
     directory = Path(args.output).parent if args.output else Path(str(config.dir))
     if "%" not in str(directory):
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
             why = f"it cannot be created here: {fault.strerror or fault}"
-            _note(f"create {directory} where the job runs, before it starts; {why}")
+            say(f"megaprof nsys: create {directory} where the job runs, before it starts; {why}", sys.stderr)
     return 0
 
 
@@ -86,7 +87,8 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         worker = nsys.options(config, output=args.output, **choices)
     if args.ray is None:
         if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
-            _note("RANK is not set here. nsys needs it when it starts: put this after torchrun, or give --output")
+            where = "put this after torchrun, or give --output"
+            say(f"megaprof nsys: RANK is not set here. nsys needs it when it starts: {where}", sys.stderr)
         words = ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]
         # Unchanged if possible: a shell does not unquote the text that ``$(...)`` inserts.
         return " ".join(word if nsys.PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
@@ -95,7 +97,3 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
         environments["controller"] = {"nsight": controller, "env_vars": config.to_env()}
         environments["worker"] = runtime_env(config, environments["worker"])
     return json.dumps(environments if args.ray == "all" else environments[args.ray], indent=2)
-
-
-def _note(line: str) -> None:
-    print(f"megaprof nsys: {line}", file=sys.stderr)

@@ -89,8 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         ui_command = shlex.join(["megaprof", "ui", str(arguments.dir)])
         print(f"No browser can be opened here. To see the report in yours: {ui_command}", file=sys.stderr)
     elif arguments.open and page is not None and not opened_in_browser(page.absolute().as_uri()):
-        copy_command = fetching(page)
-        print(f"No browser can be opened here. On your own machine: {copy_command}", file=sys.stderr)
+        print(f"No browser can be opened here. On your own machine: {fetching(page)}", file=sys.stderr)
     return 0
 
 

@@ -150,7 +150,7 @@ def memory_limit(text: str | None) -> int | None:
 
 def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Runs the trials. Raises CommandError if the command cannot be started."""
-    step_count = current.steps + trial.WARM_UP
+    whole = current.steps + trial.WARM_UP
     end_what_runs()
 
     def begun(now: Trial) -> None:
@@ -161,12 +161,7 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     try:
         with progress("steps") as advance:
             return tuning.run(
-                current,
-                args.out,
-                args.time_limit,
-                begun,
-                lambda steps_made: advance(min(steps_made, step_count), step_count),
-                _say_over,
+                current, args.out, args.time_limit, begun, lambda made: advance(min(made, whole), whole), _say_over
             )
     except OSError as fault:
         raise CommandError(f"{current.command[0]}: {fault.strerror or fault}") from None

@@ -266,12 +266,8 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         return replace(tuning, stopped="not_measured", reason=reason)
     number, last_trial = len(tuning.trials) + 1, tuning.trials[-1]
     may_continue = number <= tuning.most_trials
-    if (
-        may_continue
-        and last_trial.outcome == "measured"
-        and last_trial.as_predicted is False
-        and not tuning.repeated(last_trial)
-    ):
+    contradicts = last_trial.outcome == "measured" and last_trial.as_predicted is False
+    if may_continue and contradicts and not tuning.repeated(last_trial):
         # One of two runs was disturbed, or the prediction is wrong.
         return tuning.having(_repetition(last_trial, number, directory))
     proposal = best_proposal(tuning)

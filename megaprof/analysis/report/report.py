@@ -258,6 +258,7 @@ def _reported(
     measured = replace(measured, warnings=warnings, unjudgeable=with_text(measured.unjudgeable))
     predicted, why = replace(predicted, warnings=with_texts(predicted.warnings)), with_text(why)
     named = () if diagnosis is None else diagnosis.causes
+    packing = of_what_if.packing_advice(predicted, measured.framework, measured.sizes.cp)
     running_job = None if fleet is None else job
     report = TargetReport(
         **vars(measured),
@@ -266,10 +267,7 @@ def _reported(
         slowest_stage=next((cause.stage for cause in named if KINDS[cause.kind].about == "stage"), None),
         what_if=predicted,
         fleet=fleet,
-        findings=(
-            *causes.findings(measured, diagnosis, why, running_job),
-            *of_what_if.packing_advice(predicted, measured.framework, measured.sizes.cp),
-        ),
+        findings=(*causes.findings(measured, diagnosis, why, running_job), *filter(None, [packing])),
         advice=of_what_if.layout_advice(predicted, measured.framework),
         capture=causes.capture_advice(measured, diagnosis, predicted, running_job) if measured.profiled else None,
         ends=() if fleet is None else sentences.ends(fleet),

@@ -179,25 +179,21 @@ def _advice(predictions: WhatIf) -> str:
     return text + "; only a run with it, as by `megaprof tune`, shows that" * (first.speedup.value > 1.0 + LEAST)
 
 
-def packing_advice(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
-    """Yields what another packing of the same sequences would gain, and the options of ``framework`` for it.
+def packing_advice(predictions: WhatIf, framework: str | None = None, context: int = 1) -> Finding | None:
+    """Returns what another packing of the same sequences would gain, and the options of ``framework`` for it.
     ``context``: the number of ranks over which a sequence is divided."""
     if not predictions.packings or predictions.measured_ms is None:
-        return
+        return None
     first, even = predictions.packings[0], predictions.packings[-1]
+    at_most = f"; perfectly even microbatches would be {times_as_fast(even)}"
     if first is even or first.speedup.low <= 1.0 + LEAST:
-        text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
-        yield Finding(
-            "packing", "open", sentence(f"{text}; perfectly even microbatches would be {times_as_fast(even)}")
-        )
-        return
+        text = f"no other packing of the same sequences surely gains {percent(LEAST)}{at_most}"
+        return Finding("packing", "open", sentence(text))
     step = f"{number(first.step_ms.value)} ms a step instead of {number(predictions.measured_ms)} ms"
-    text = f"{times_as_fast(first)}, {step}"
-    if even.speedup.value > first.speedup.value:
-        text += f"; perfectly even microbatches would be {times_as_fast(even)}"
+    text = f"{times_as_fast(first)}, {step}" + at_most * (even.speedup.value > first.speedup.value)
     switch = switch_of(framework, -(-(predictions.most_tokens or 0) // context))
     host_flags = None if switch is None else f"{framework}: {shlex.join(switch)}"
-    yield Finding("packing", "fine", sentence(f"{name_of(first, predictions)}: {text}"), None, host_flags)
+    return Finding("packing", "fine", sentence(f"{name_of(first, predictions)}: {text}"), None, host_flags)
 
 
 def times_as_fast(change: Prediction) -> str:
