@@ -47,6 +47,7 @@ COMMANDS = {
 }
 #: The exit codes beside 0, with the meanings in docs/scripts.md, which never change.
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+_INPUT_LIMIT = "--max-input-mib"
 #: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"megaprof.{COMMANDS[command][0]}")
         given = parser_of(command).parse(arguments[position + 1 :])
         if (mib := getattr(given, "max_input_mib", None)) is not None and mib < 1:
-            raise UsageError(f"--max-input-mib {mib} must be at least 1 (MiB)")
+            raise UsageError(f"{_INPUT_LIMIT} {mib} must be at least 1 (MiB)")
         inputs.allow(None if mib is None else mib << 20)
         code: int = module.run(given)
         sys.stdout.flush()
@@ -139,7 +140,7 @@ def add_input_option(parser: argparse.ArgumentParser, *, runs: bool = False) -> 
         numbered = "number of the run, if DIR holds several; 1 is the oldest (default: the newest)"
         parser.add_argument("--run", metavar="N", type=int, help=numbered)
     parser.add_argument(
-        "--max-input-mib",
+        _INPUT_LIMIT,
         metavar="N",
         type=int,
         help="largest file to read, in MiB, also after decompression (default: no limit for traces; for others, a "
