@@ -97,7 +97,7 @@ def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table |
         key = int(table.steps[t]), int(table.calls[t])
     same = sorted((step for step in of_ranks if step.key == key), key=lambda step: -step.rank)
     chosen = [step for _, step in sorted({row_of[step.rank]: step for step in same}.items())]
-    notes = ["it is longer than others, because a profiler recorded it", *_of_clocks(measured)]
+    notes = ["a profiler recorded it, which makes most steps longer", *_of_clocks(measured)]
     hosts = tuple(sorted({str(step.metadata.host) for step in chosen}))
     if isinstance(table, Table):
         offsets = [table.offset_of(step.rank, t) for step in chosen]

@@ -59,7 +59,7 @@ class Iterations:
     ms: float
     """Milliseconds from the start of the first call of a step to that of the next, on average over ranks."""
     step_ms: float
-    """The part of it inside the calls of the schedule."""
+    """The part of it inside the calls of the schedule, on the rank that is in them longest: others wait for it."""
     parts: tuple[PartOfIteration, ...]
     """Its parts: those inside of the step, then the others, and what is not known."""
     quicker_rollout_ms: float | None = None
@@ -70,8 +70,8 @@ class Iterations:
 
     @property
     def outside(self) -> float:
-        """The fraction outside of the schedule's calls."""
-        return 1.0 - self.step_ms / self.ms
+        """The fraction that no rank spends in the schedule's calls."""
+        return max(1.0 - self.step_ms / self.ms, 0.0)
 
     def ms_of(self, *names: str) -> float:
         """Returns the milliseconds of these parts."""
@@ -192,8 +192,9 @@ def iterations_of(by_rank: Mapping[int, Sequence[Parts]]) -> Iterations | None:
             longest = max(float(of_rank.max()) for of_rank in took)
             mean = float(np.mean([*ms.values()]))
             found.append(PartOfIteration(name, mean, often, longest, dearest, ms[dearest]))
-    whole_ms, count = sum(part.ms for part in found), max(len(parts[UNKNOWN]) for parts in ranks.values())
-    iterations = Iterations(count, whole_ms, sum(part.ms for part in found if part.name in STEP), tuple(found))
+    count, whole_ms = max(len(parts[UNKNOWN]) for parts in ranks.values()), sum(part.ms for part in found)
+    step_ms = max(sum(of_rank[name] for name in STEP) for of_rank in means.values())
+    iterations = Iterations(count, whole_ms, step_ms, tuple(found))
     if (rollout_ms := iterations.ms_of(ROLLOUT)) == 0.0:
         return iterations
     # Whichever is shorter, the rollout or the rest, hides behind the other one.

@@ -112,6 +112,18 @@ def test_the_rank_on_which_a_part_is_dear_is_named(tmp_path: Path) -> None:
     assert [part.ms for part in found.parts if part.name == EXCHANGES] == [25.0]
 
 
+def test_what_a_rank_waits_for_a_call_of_another_one_is_not_outside_of_the_schedule(tmp_path: Path) -> None:
+    ranks = {}
+    for rank, waits in enumerate((0, 45)):
+        path = tmp_path / f"{rank}.timeline.bin"
+        write(path, [([(5, 20, 40, 10, 75 - waits)], {"optimizer": 10}, waits) for _ in range(5)])
+        ranks[rank] = [read(path)]
+    found = iterations_of(ranks)
+    assert found is not None
+    assert (found.ms, found.step_ms) == (160.0, 150.0)
+    assert found.outside == pytest.approx(10 / 160)
+
+
 CALLS = [(5, 20, 40, 10, 25)]
 
 
