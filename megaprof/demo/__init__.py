@@ -136,14 +136,14 @@ def _steps_needed(report: Report) -> int:
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
-    """Trains some steps and captures the last of them. Says so if the layers waited longer than they were meant to."""
+    """Trains some steps and captures the last of them."""
     from megaprof.testing import RanksFailed, run_ranks
 
     if fault is not None:
         print(f"Fault: {faults.described(fault, workload, 0)}.", flush=True)
     with _progress(steps + len(_captured(steps)) + _OTHER_PHASES) as advance:
         try:
-            layer_ms, *_ = run_ranks(
+            run_ranks(
                 run_rank,
                 workload.world_size,
                 workload,
@@ -157,8 +157,6 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             raise CommandError(f"a rank failed (see above); the captured files are in {out}") from None
-    if layer_ms is not None and layer_ms != workload.layer_ms:
-        print("This machine is busy: each layer waited {:.0f} ms forward and {:.0f} ms backward.".format(*layer_ms))
 
 
 def workload_of(args: argparse.Namespace) -> GPTWorkload:
@@ -266,8 +264,8 @@ def _captured(steps: int) -> range:
     return range(max(end - _CAPTURED, min(1, steps - 1)), end)
 
 
-def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> tuple[float, float] | None:
-    """Runs one rank: training, log-probs and an evaluation. Returns how long its layers waited."""
+def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> None:
+    """Runs one rank: training, log-probs and an evaluation."""
     with live.hooked_rank(workload, flags, fault) as (gpt, forward_backward):
         passes = len(_captured(steps))
         for step in range(steps):
@@ -279,7 +277,6 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | N
         print("evaluation pass", flush=True)
         gpt.evaluate(forward_backward)
         print("finishing the files", flush=True)
-    return gpt.layer_ms
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,16 @@ def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
 
 
 def _layer_ms(workload: GPTWorkload, device: str) -> tuple[float, float] | None:
-    """Returns `BuiltGPT.layer_ms`, the same on all ranks."""
+    """Returns `BuiltGPT.layer_ms`, the same on all ranks. The first rank says so if it is longer than was asked."""
     if workload.layer_ms is None or not workload.patient:
         return workload.layer_ms
     times = torch.tensor([_ENOUGH / _share_of_a_core()], device=device).clamp(1.0, _MOST_TIMES)
     torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
-    forward_ms, backward_ms = workload.layer_ms
-    return forward_ms * times.item(), backward_ms * times.item()
+    forward_ms, backward_ms = (ms * times.item() for ms in workload.layer_ms)
+    if times.item() > 1.0 and torch.distributed.get_rank() == 0:
+        said = f"This machine is busy: each layer waits {forward_ms:.0f} ms forward and {backward_ms:.0f} ms backward."
+        print(said, file=sys.stderr, flush=True)
+    return forward_ms, backward_ms
 
 
 def _share_of_a_core() -> float:

@@ -17,8 +17,9 @@ from megaprof.analysis.table.iterations import UNKNOWN, Iterations, parts_of
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
-#: Milliseconds of the optimizer, of a checkpoint and of an evaluation, which rank 1 needs twice as long.
-OPTIMIZER, SAVING, EVALUATION = 40.0, 150.0, 100.0
+#: Milliseconds of the optimizer, of a checkpoint and of an evaluation, which rank 1 needs twice as long; and what a
+#: forward of the first step takes longer, as if something were compiled in it.
+OPTIMIZER, SAVING, EVALUATION, COMPILING = 40.0, 150.0, 100.0, 500.0
 STEPS, SAVED, EVALUATED = 13, 4, 6
 PIPELINE = GPTWorkload(pp=2, layers=2, hidden=32, seq_length=16, microbatches=4)
 
@@ -53,8 +54,10 @@ def loop(directory: str) -> None:
         gpt.optimizer = Slow(gpt.optimizer)
         config = ProfileConfig(("train_actor",), directory, tool=("timeline",))
         with install_hooks(gpt.chunks, config, iteration=lambda: gpt.step):
+            compiling = gpt.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(COMPILING / 1e3))
             for number in range(STEPS):
                 gpt.train_step()
+                compiling.remove()
                 if number % SAVED == SAVED - 1:
                     training.save_checkpoint_and_time()  # type: ignore[attr-defined]
                 if number == EVALUATED:
@@ -77,8 +80,7 @@ def found(directory: Path) -> Iterations:
 
 def test_what_lies_between_steps_is_known_by_its_name(found: Iterations) -> None:
     parts = {part.name: part for part in found.parts}
-    count = STEPS - 1
-    assert found.count == count
+    count = found.count
     assert parts["optimizer"].ms >= OPTIMIZER
     assert parts["optimizer"].often == 1.0
     assert (parts["saving"].often, parts["evaluation"].often) == (3 / count, 1 / count)
@@ -86,6 +88,12 @@ def test_what_lies_between_steps_is_known_by_its_name(found: Iterations) -> None
     assert parts["evaluation"].longest_ms >= 2 * EVALUATION
     assert parts["evaluation"].rank == 1
     assert "evaluate" not in parts, "the schedule's calls inside are a part of the evaluation"
+
+
+def test_an_iteration_that_warms_up_does_not_count(found: Iterations) -> None:
+    parts = {part.name: part for part in found.parts}
+    assert STEPS - 4 <= found.count <= STEPS - 2
+    assert parts["forward"].longest_ms < PIPELINE.microbatches * COMPILING
 
 
 def test_the_parts_of_every_iteration_add_up_to_its_wall_time(directory: Path) -> None:
@@ -100,6 +108,6 @@ def test_the_parts_of_every_iteration_add_up_to_its_wall_time(directory: Path) -
 
 def test_the_parts_add_up_to_the_iteration(found: Iterations) -> None:
     assert sum(part.ms for part in found.parts) == pytest.approx(found.ms)
-    named = OPTIMIZER + (3 * SAVING + 1.5 * EVALUATION) / (STEPS - 1)
+    named = OPTIMIZER + (3 * SAVING + 1.5 * EVALUATION) / found.count
     assert found.ms >= found.step_ms + named
     assert 0.0 < found.outside < 1.0

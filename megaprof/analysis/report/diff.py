@@ -422,8 +422,10 @@ def bound_clause(target: TargetDiff, bound: float) -> str:
         return f"whether a step is {more} is not certain ({ends})"
     if not slower:
         return f"a step is not {more} ({ends})"
+    # If every layer takes longer, so does everything that costs time.
+    machine = 1.0 if target.layer is None else 1.0 + (target.layer.change or 0.0)
     grown = {
-        kind: (cause.after or 0.0) - (cause.before or 0.0)
+        kind: (cause.after or 0.0) - (cause.before or 0.0) * machine
         for kind, cause in target.causes.items()
         if cause.beyond_spread
     }
@@ -431,7 +433,7 @@ def bound_clause(target: TargetDiff, bound: float) -> str:
     if kind is None or grown[kind] <= 0.0:
         return f"a step is surely {more} ({ends}): no cause explains it; {machine_clause(target)}"
     cause, mostly = target.causes[kind], 2.0 * grown[kind] > (step.after or 0.0) - (step.before or 0.0)
-    moved = f"{kind} cost {words.number(cause.before)} ms and costs {words.number(cause.after)} ms"
+    moved = f"the price of {kind} went from {words.number(cause.before)} to {words.number(cause.after)} ms"
     moved += ", most of the difference" if mostly else ", a part of the difference"
     return f"a step is surely {more} ({ends}): {moved}"
 

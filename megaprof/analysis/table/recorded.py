@@ -192,7 +192,7 @@ def _steps(timelines: Timelines, plan: _Plan, ranks: Sequence[RankRow]) -> RankS
     files, found, parts = list[format.Timeline](), list[Numbers](), list[Parts]()
     for timeline, rows in timelines.steps_of(ranks[0].files, plan.key):
         alike = [_shape(metadata) == _shape(plan.metadata) for metadata in timeline.metadata]
-        parts.append(parts_of(timeline, rows))
+        parts.append(parts_of(timeline, rows[~np.isin(timeline.steps["step"][rows], plan.cold)]))
         numbers = numbers_of(timeline.steps)
         is_wanted = _usable(timeline) & np.array(alike)[timeline.steps["metadata"]] & np.isin(numbers, plan.numbers)
         has_arrivals = np.isin(np.arange(len(is_wanted)), list(timeline.facts(format.COLLECTIVES)))

@@ -118,9 +118,17 @@ def test_what_made_a_step_slower_is_named(tmp_path):
     assert (moved.before, moved.beyond_spread, moved.change) == (0.0, True, None)
     assert moved.after > 100.0
     assert target.slower_by(0.03) is True
-    assert "layers cost 0" in text.bound_clause(target, 0.03)
+    assert "the price of layers went from 0.00 to" in text.bound_clause(target, 0.03)
     assert text.bound_clause(target, 0.03).endswith("most of the difference")
     assert only(compare(uneven, even)).slower_by(0.03) is False
+
+
+def test_a_slower_machine_is_not_taken_for_a_cause_that_costs_more_on_it(tmp_path):
+    quick, slow = (report(tmp_path / str(ms), [6, 2], steps=(1, 2, 3), per_layer=ms) for ms in (10.0, 18.0))
+    target = only(compare(quick, slow))
+    assert target.causes["layers"].change == pytest.approx(0.8, abs=0.05)
+    assert target.causes["layers"].beyond_spread is True
+    assert "no cause explains it" in text.bound_clause(target, 0.03)
 
 
 def test_steps_with_other_work_are_not_judged(tmp_path):
