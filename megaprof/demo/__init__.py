@@ -141,7 +141,7 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
 
     if fault is not None:
         print(f"Fault: {faults.described(fault, workload, 0)}.", flush=True)
-    with _progress(steps + len(_captured(steps)) + _OTHER_PHASES) as advance:
+    with _progress(2 * steps + _OTHER_PHASES) as advance:
         try:
             run_ranks(
                 run_rank,
@@ -243,8 +243,6 @@ def _new_directory(out: Path | None) -> Path:
 
 def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
     """Returns the options that a user would append to their pretrain command."""
-    captured = _captured(steps)
-    numbers = [",".join(map(str, each)) for each in (captured, range(len(captured)))]
     return [
         "--profile-target",
         "train_actor",
@@ -254,7 +252,7 @@ def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
         "--profile-select",
         "all" if fault == faults.SLOW_RANK else "per-stage",
         "--profile-steps",
-        "train_actor={};train_log_probs={}".format(*numbers),
+        ",".join(map(str, _captured(steps))),
     ]
 
 
@@ -267,13 +265,10 @@ def _captured(steps: int) -> range:
 def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> None:
     """Runs one rank: training, log-probs and an evaluation."""
     with live.hooked_rank(workload, flags, fault) as (gpt, forward_backward):
-        passes = len(_captured(steps))
-        for step in range(steps):
-            print(f"train_actor step {step} ({step + 1} of {steps})", flush=True)
-            gpt.train_step(forward_backward)
-        for step in range(passes):
-            print(f"train_log_probs step {step} ({step + 1} of {passes})", flush=True)
-            gpt.log_probs_pass(forward_backward)
+        for target, run_step in (("train_actor", gpt.train_step), ("train_log_probs", gpt.log_probs_pass)):
+            for step in range(steps):
+                print(f"{target} step {step} ({step + 1} of {steps})", flush=True)
+                run_step(forward_backward)
         print("evaluation pass", flush=True)
         gpt.evaluate(forward_backward)
         print("finishing the files", flush=True)
