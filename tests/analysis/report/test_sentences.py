@@ -66,6 +66,7 @@ def test_other_chunks_or_microbatches_that_certainly_gain_more_stand_beside_the_
     needs = replace(chunks, in_flight=(9, 4))
     for each, said in (
         (found, f" Faster still, if the assumptions below hold: {named}."),
+        (replace(found, candidates=(replace(chunks, flags=("--a", "2")),)), f"{named} (its flags are further below)."),
         (replace(found, best=None, advice="unsure"), f" Faster, if the assumptions below hold: {named}."),
         (replace(found, candidates=(needs,), in_flight=(8, 4)), " no stage holds more than 8 now."),
         (replace(found, candidates=(BEST, replace(chunks, speedup=Interval(1.5, 1.01, 1.6)), half)), None),

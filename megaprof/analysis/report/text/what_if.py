@@ -131,8 +131,7 @@ def layout_advice(predictions: WhatIf, framework: str | None = None) -> Finding 
     better. None if nothing was predicted."""
     if predictions.advice is None:
         return None
-    clauses = _advice(predictions), _beside_layouts(predictions)
-    text = " ".join(map(sentence, filter(None, clauses)))
+    text = " ".join(map(sentence, filter(None, (_advice(predictions), _beside_layouts(predictions)))))
     if predictions.best is None:
         return Finding("layout", "open", text)
     host_flags = None if predictions.host_options is None else f"{framework}: {shlex.join(predictions.host_options)}"
@@ -147,8 +146,9 @@ def _beside_layouts(predictions: WhatIf) -> str | None:
     first, best = max(fitting, key=lambda change: change.speedup.value, default=None), predictions.best
     if first is None or (best is not None and first.speedup.value <= best.speedup.value):
         return None
-    faster = "faster" if best is None else "faster still"
-    text = f"{faster}, if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
+    text = "faster, " if best is None else "faster still, "
+    text += f"if the assumptions below hold: {name_of(first, predictions)}, {times_as_fast(first)}"
+    text += " (its flags are further below)" if first.flags else ""
     return "; ".join(filter(None, (text, memory(first, predictions))))
 
 
