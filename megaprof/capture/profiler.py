@@ -211,6 +211,7 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
         os.register_at_fork(after_in_child=_forget)
     if not process.sessions:
         process.sessions, process.disturbed = [], False
+        logger.said.clear()  # what is wrong again is said again
         process.dispatcher = Dispatcher()
         process.unwatch_exit = at_exit(_finish_all)
     process.dispatcher.add(session, models)

@@ -174,6 +174,15 @@ def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any
     assert "valid" in str(error.value)
 
 
+def test_what_is_wrong_again_with_hooks_put_in_anew_is_said_again(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
+    config = ProfileConfig(("train_overall",), str(tmp_path), schedule="0")
+    for _ in range(2):
+        with install_hooks(one_rank.chunks, config):
+            for _ in range(3):
+                role("a;b")
+    assert sum("a;b" in record.getMessage() for record in caplog.records) == 2
+
+
 @pytest.mark.parametrize("name", ["", "  ", "a;b", 3, None])
 def test_a_block_in_the_training_loop_never_raises_for_its_role(name: Any, caplog: Any) -> None:
     for _ in range(3):
