@@ -252,6 +252,13 @@ def test_what_a_stage_cannot_hold_is_not_named(stage: int, name: str) -> None:
     assert evidence.name_of(cause("embedding_or_loss", stage=stage)) == name
 
 
+def test_an_excess_of_a_stage_is_no_embedding_if_nobody_says_what_it_holds() -> None:
+    found = diagnosis(cause("embedding_or_loss", stage=0, parts={"forward_ms": 3.0, "backward_ms": 6.0}))
+    (said,) = causes.findings(MEASURED, found, None)
+    assert "embedding" not in said.text
+    assert "9.00 ms" in said.text
+
+
 def test_more_steps_are_asked_for_with_what_they_would_show() -> None:
     few = cause("communication", group="dp", price=Interval(9.0, -2.0, 20.0), more_steps=6)
     (told,) = filter(None, [causes.capture_advice(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])

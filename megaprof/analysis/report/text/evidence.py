@@ -177,7 +177,9 @@ def _ends(cause: Cause, measured: TargetStages) -> str:
         "MTP layers": any(content.mtp for content in contents),
         "the output layer and loss": any(content.loss for content in contents),
     }
-    there = [name for name, is_there in names.items() if is_there] or ["an embedding, or an output layer and loss"]
+    there = [name for name, is_there in names.items() if is_there]
+    if not there:
+        return "Each microbatch takes {excess} longer on stage {stage} than elsewhere. What it holds is not known."
     return f"Stage {{stage}} holds {both(there)} beside its layers, which takes {{excess}} of each microbatch."
 
 
