@@ -24,8 +24,6 @@ Kind = Literal[
     "no_step", "schedule_unknown", "schedule_differs",
     # predictions
     "not_replayed", "no_layout", "no_exchange_time", "replay_off", "ranks_stay_slow",
-    # recordings that megaprof did not make
-    "sizes_do_not_fit", "no_stages",
 ]
 # fmt: on
 

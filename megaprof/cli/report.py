@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megaprof.analysis.trace.reading import Workers
 
 
-_AXES = ("tp", "pp", "cp", "ep")
 #: What a file holds, by the option that names it, if it is an older report, which may be overwritten.
 _MARKS = {"--json": ('"version"', '"targets"'), "--html": ("<!DOCTYPE html>", "<title>megaprof: ")}
 EXAMPLES = (
@@ -30,7 +29,7 @@ EXAMPLES = (
     "megaprof report traces --open",
     "megaprof report traces --html report.html",
     "megaprof report traces --json - | jq '.targets[0].diagnosis.causes'",
-    "megaprof report step20.nsys-rep --tp 8 --pp 4",
+    "megaprof report step20.nsys-rep",
 )
 
 
@@ -53,13 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of processes that read files (default: one per processor), or a running Ray cluster: 'ray' or its "
         "address ray://host:10001. Its machines must find DIR under the same name",
     )
-    for axis in _AXES:
-        parser.add_argument(
-            f"--{axis}",
-            metavar="N",
-            type=int,
-            help=f"{axis} size, to name the process groups in recordings of other profilers",
-        )
     add_input_option(parser, runs=True)
 
 
@@ -69,10 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         workers = int(workers)
     elif workers is not None and workers != "ray" and not str(workers).startswith("ray://"):
         raise UsageError(f"--workers {workers} must be a number of at least 1, ray, or ray://host:port")
-    sizes = {axis: size for axis in _AXES if (size := getattr(arguments, axis)) is not None}
-    for axis, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"--{axis} {size} must be at least 1")
     page: Path | None = arguments.html
     if arguments.open and page is None and browser_is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
@@ -82,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
         json_file=Path(arguments.json) if arguments.json not in (None, "", "-") else None,
         html_file=page,
         number=arguments.run,
-        sizes=sizes,
         workers=workers,
     )
     if arguments.open and page is None:
@@ -100,7 +87,6 @@ def report_directory(
     json_file: Path | None = None,
     html_file: Path | None = None,
     number: int | None = None,
-    sizes: dict[str, int] | None = None,
     workers: Workers | None = None,
 ) -> Report:
     """Prints the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, writes it to
@@ -115,7 +101,7 @@ def report_directory(
     files = {option: path for option, path in (("--json", json_file), ("--html", html_file)) if path is not None}
     for option, path in files.items():
         _refuse_to_lose(option, path)
-    report = report_on(directory, number, sizes, workers)
+    report = report_on(directory, number, workers)
     # Files are written before anything is printed, because the reader of the output (head, less) may leave early. If a
     # file cannot be written, the report is still printed.
     fault = None
@@ -141,9 +127,7 @@ def report_directory(
     return report
 
 
-def report_on(
-    directory: Path, number: int | None = None, sizes: dict[str, int] | None = None, workers: Workers | None = None
-) -> Report:
+def report_on(directory: Path, number: int | None = None, workers: Workers | None = None) -> Report:
     """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and
     UsageError if there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
@@ -154,9 +138,7 @@ def report_on(
     last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
     try:
         with progress("reading") as advance:
-            report = analyze(
-                directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number, sizes=sizes
-            )
+            report = analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number)
     except NoCluster as fault:
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:

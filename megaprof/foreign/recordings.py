@@ -69,8 +69,6 @@ class Recording:
     rank: int | None
     rank_from: str
     """Source of the rank, or another name of the process."""
-    world: int | None
-    """Number of ranks of the job; None if the recording does not say."""
     gpu: Activities
     communication: Mapping[tuple[str, Group], npt.NDArray[np.int64]]
     """Rows of ``gpu`` that communicate, by operation and group, in order of time. All other rows are computation,
@@ -94,14 +92,6 @@ class Recording:
         """Returns why its times cannot be used; None if they can."""
         return without_times(self.gpu)
 
-    @property
-    def computes(self) -> npt.NDArray[np.bool_]:
-        """Returns, for each row of ``gpu``, whether it is not communication."""
-        computes = np.ones(len(self.gpu.spans), dtype=np.bool_)
-        for rows in self.communication.values():
-            computes[rows] = False
-        return computes
-
 
 def recordings_in(path: Path, events: KinetoEvents | Mapping[int, Events]) -> tuple[list[Recording], str | None]:
     """Returns one recording for each process with GPU kernels in a file, or why there is none with possible times.
@@ -119,8 +109,7 @@ def recordings_in(path: Path, events: KinetoEvents | Mapping[int, Events]) -> tu
             info = msgspec.json.decode(events.document.top.get("distributedInfo", b"{}"), type=dict[str, Any])
         recording = _recording(path, events, _STEP, *_rank(info.get("rank"), path.name))
         unreadable = recording.unreadable + events.document.unreadable
-        world, cut = _count(info.get("world_size")), events.document.cut
-        recordings = [replace(recording, world=world, unreadable=unreadable, cut=cut)]
+        recordings = [replace(recording, unreadable=unreadable, cut=events.document.cut)]
     else:
         return [], _ASCEND if events.processes & _OF_ASCEND else _NO_KERNELS
     recordings = [recording for recording in recordings if recording.gpu.kernel.any() or recording.untimed]
@@ -152,7 +141,6 @@ def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | No
         path=path,
         rank=rank,
         rank_from=rank_from,
-        world=None,
         gpu=gpu,
         communication={key: np.array(places, dtype=np.int64) for key, places in communication.items()},
         steps=intervals((start, end) for _, start, end in steps),
@@ -186,12 +174,9 @@ def _group(said: Said, use: int) -> Group:
 
 
 def _rank(recorded: object, name: str) -> tuple[int | None, str]:
-    if (rank := _count(recorded)) is not None:
-        return rank, "the trace"
+    """Returns the rank of a recording and where that is said: in it, as ``recorded``, or in the name of its file."""
+    if isinstance(recorded, int) and not isinstance(recorded, bool) and 0 <= recorded <= _MOST_RANKS:
+        return recorded, "the trace"
     if (match := _RANK_IN_NAME.search(name)) is not None and int(match[1]) < _MOST_RANKS:
         return int(match[1]), "file name"
     return None, "nothing"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS else None

@@ -7,30 +7,25 @@ import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, UNSEEN_AXIS, Note
+import numpy as np
+
+from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, Note
 from megaprof.analysis.report.tables import Cell, Column, Section, TableView, row
 from megaprof.analysis.report.text.notes import clause, with_texts
-from megaprof.analysis.report.text.words import number, percent, spans
+from megaprof.analysis.report.text.words import number, percent
 from megaprof.analysis.samples import CERTAIN
-from megaprof.analysis.trace.groups import INSIDE, axis_of
+from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.analysis.trace.steps import unfed
-from megaprof.foreign.pipeline import StageFacts, stages_of
 from megaprof.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
-from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
-_NAMED = ("tp", "pp", "cp", "dp")
 #: What recordings without our ranges lack, and how to record it next time.
 _LIMITS = (
     "These recordings hold no ranges of megaprof's, so they show no bubbles, and no layout can be predicted. To see "
     "more, record with --profile-target train_actor --profile-select per-stage"
-)
-_OF_STAGES = (
-    "Stages and microbatches follow from the exchanges of the pipeline group, whose order is that of 1F1B; work before "
-    "the first exchange of a step and after the last one does not count. "
 )
 _TIMES = "a\nstep", "recorded", "compute", "exposed", "idle", "host\nbound"
 _OF_RANK = Column("from", "text"), Column("steps"), *map(Column, _TIMES)
@@ -38,8 +33,6 @@ _OF_EXPOSED = (
     *(Column(name, "text") for name in ("operation", "group")),
     *map(Column, ("kernels", "ms", "of\nrecorded")),
 )
-_PASSES = "forward", "backward", "both, per\nmicrobatch", "a\nstep", "exchanges", "of a\nstep"
-_OF_STAGE = tuple(map(Column, ("microbatches", *_PASSES)))
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Exposed:
     group: str
     """Process group; ``?`` if the recording does not say."""
     axis: str | None
-    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``; None if neither the description nor the ranks say."""
+    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``; None if neither the description nor the kernels say."""
     calls: int
     """Number of kernels."""
     ms: float
@@ -119,22 +112,11 @@ class Foreign:
     """Ranks that come last, for groups that several recordings share."""
     warnings: tuple[Note, ...]
     """Notes about what the recordings do not show, and why."""
-    stages: tuple[StageFacts, ...] = ()
-    """Stages of the pipeline, from its exchanges; empty if the exchanges do not show them."""
 
 
-def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = None) -> Foreign:
-    """Returns what the recordings of a job show.
-
-    ``sizes`` has the number of ranks along ``tp``, ``pp``, ``cp`` and ``ep``, if the user gives them. They show the
-    axis of groups whose ranks fit them.
-    """
-    world, windows = max((recording.world or 0 for recording in recordings), default=0), _windows(recordings)
-    axes, warnings = dict[frozenset[int], str](), list[Note]()
-    try:
-        axes = _axes(sizes, world) if sizes else {}
-    except ValueError as fault:
-        warnings.append(Note("sizes_do_not_fit", count=world, said=str(fault)))
+def facts_of(recordings: Sequence[Recording]) -> Foreign:
+    """Returns what the recordings of a job show."""
+    windows, warnings = _windows(recordings), list[Note]()
     kinds = {key for recording in recordings for key in recording.communication}
     if any(operation == SEND_RECEIVE for operation, _ in kinds):
         warnings.append(Note("groups_unnamed", said="send-receive kernels without annotation may be all-to-all"))
@@ -148,27 +130,19 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
         if recording.cut is not None
     )
     folder = os.path.commonpath([str(recording.path.parent) for recording in recordings]) + os.sep
-    stages: list[StageFacts] = []
     late: list[Late] = []
     for path, of_folder in windows.items():
-        name = f"{path}{os.sep}".removeprefix(folder).rstrip(os.sep)
-        late += _late(name, of_folder)
-        of_role, why_none = stages_of(name, [each for window in of_folder for each in window])
-        stages += of_role
-        warnings += [why_none] if why_none else []
+        late += _late(f"{path}{os.sep}".removeprefix(folder).rstrip(os.sep), of_folder)
     in_order = (window for of_folder in windows.values() for window in of_folder)
     ranks = tuple(
-        _facts(recording, str(recording.path).removeprefix(folder), place, axes)
+        _facts(recording, str(recording.path).removeprefix(folder), place)
         for place, window in enumerate(in_order, 1)
         for recording in window
     )
-    found = {exposed.axis for rank in ranks for exposed in rank.exposed}
-    if None not in found and (unseen := tuple(a for a in INSIDE if (sizes or {}).get(a, 1) > 1 and a not in found)):
-        warnings.append(Note("exposed_unknown", names=unseen, said=UNSEEN_AXIS))
     if any(recording.gpu.shortened for recording in recordings):
         warnings.append(OVERLAPPING)
     late.sort(key=lambda each: -each.waited_ms * each.times)
-    return Foreign(ranks, tuple(late), tuple(dict.fromkeys(warnings)), tuple(stages))
+    return Foreign(ranks, tuple(late), tuple(dict.fromkeys(warnings)))
 
 
 def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]]:
@@ -200,26 +174,17 @@ def _together(one: Recording, other: Recording) -> bool:
     return start <= other_end and other_start <= end and same_steps and (one.rank is None or one.rank != other.rank)
 
 
-def _axes(sizes: dict[str, int], world: int) -> dict[frozenset[int], str]:
-    """Returns the axis of each group by its ranks. Raises ValueError if the sizes do not fit."""
-    layout, axes = WorldLayout(ParallelSizes.of(world, **sizes)), dict[frozenset[int], str]()
-    for axis in _NAMED:
-        if (size := getattr(layout.sizes, axis)) > 1:
-            stride = layout.strides[axis]
-            for coords in layout:
-                first_rank = coords.rank - getattr(coords, axis) * stride
-                axes[frozenset(first_rank + n * stride for n in range(size))] = axis
-    return axes
-
-
-def _facts(recording: Recording, file: str, window: int, axes: Mapping[frozenset[int], str]) -> RankFacts:
+def _facts(recording: Recording, file: str, window: int) -> RankFacts:
     gpu = recording.gpu
-    computing = union(gpu.spans[recording.computes])
+    computes = np.ones(len(gpu.spans), dtype=np.bool_)
+    for rows in recording.communication.values():
+        computes[rows] = False
+    computing = union(gpu.spans[computes])
     start, end = recording.extent
     idle = difference(union(intervals([(start, end)])), union(gpu.spans))
     rows_by_kind: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for (operation, group), rows in recording.communication.items():
-        axis = group.axis or axis_of(group.description or "") or axes.get(frozenset(group.ranks or ()))
+        axis = group.axis or axis_of(group.description or "")
         rows_by_kind[operation, group.name, axis] += rows.tolist()
     exposed = [
         Exposed(*key, len(rows), total(difference(union(gpu.spans[rows]), computing)) / 1e6)
@@ -279,9 +244,9 @@ def _late(folder: str, windows: Iterable[Sequence[Recording]]) -> Iterator[Late]
             yield Late(folder, group.name, operation, every, rank, times, waited_ms)
 
 
-def report_on(recordings: Sequence[Recording], sizes: Mapping[str, int]) -> tuple[Foreign, Section]:
-    """Returns what the recordings of a job show, as data and for people. ``sizes`` is as in `facts_of`."""
-    facts = facts_of([recording for recording in recordings if recording.untimed is None], dict(sizes))
+def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
+    """Returns what the recordings of a job show, as data and for people."""
+    facts = facts_of([recording for recording in recordings if recording.untimed is None])
     untimed = (
         Note("skipped", files=(recording.path.name,), said=clause(recording.untimed))
         for recording in recordings
@@ -293,17 +258,15 @@ def report_on(recordings: Sequence[Recording], sizes: Mapping[str, int]) -> tupl
         f"{each.times} of {each.matched} times: there the others' kernels took {number(each.waited_ms)} ms longer"
         for each in facts.late
     )
-    limits = (_OF_STAGES if facts.stages else "") + _LIMITS
     tables = tuple(_tables(facts))
-    return facts, Section("Recordings without ranges of megaprof's", limits, tables, tuple(late), facts.warnings)
+    return facts, Section("Recordings without ranges of megaprof's", _LIMITS, tables, tuple(late), facts.warnings)
 
 
 def _tables(foreign: Foreign) -> list[TableView]:
-    """Returns the facts of every rank, its exposed communication (first that of the rank that loses most to it), and
-    the stages, if the exchanges show them."""
+    """Returns the facts of every rank, and its exposed communication, first that of the rank that loses most to it."""
     folders = {rank.window: os.path.dirname(rank.file) for rank in foreign.ranks}
     several = len(folders) > 1
-    ranks, exposed, stages = [], [], []
+    ranks, exposed = [], []
 
     def name(rank: RankFacts) -> list[str | int]:
         return ["?" if rank.rank is None else rank.rank, *([rank.window] if several else [])]
@@ -316,18 +279,11 @@ def _tables(foreign: Foreign) -> list[TableView]:
             group = f"{each.axis}: {each.group}" if each.axis else each.group
             share = percent(each.ms / rank.span_ms if rank.span_ms else None)
             exposed.append(row(*name(rank), each.operation, group, each.calls, number(each.ms), share))
-    for stage in foreign.stages:
-        of_stage = stage.forward_ms, stage.backward_ms, stage.microbatch_ms, stage.step_ms, stage.exchange_ms
-        share = percent(stage.exchange_ms / stage.step_ms if stage.step_ms else None)
-        which = f"{stage.stage} of {stage.stages}{f', {stage.folder}' if stage.folder else ''}"
-        stages.append(row(which, spans(stage.ranks, 4), stage.microbatches, *map(number, of_stage), share))
     windows = [row(window, folder) for window, folder in folders.items() if folder]
     named = Column("rank", "name"), *([Column("window")] if several else [])
-    of_stages = Column("stage", "name"), Column("ranks", "name"), *_OF_STAGE
     views = [
         TableView("per rank, ms", (*named, *_OF_RANK), tuple(ranks), len(named)),
         TableView("windows", (Column("window", "name"), Column("folder", "text")), tuple(windows)),
         TableView("exposed communication", (*named, *_OF_EXPOSED), tuple(exposed), len(named)),
-        TableView("stages, from exchanges, not from ranges, ms", of_stages, tuple(stages), 2),
     ]
     return [view for view in views if view.rows]

@@ -14,7 +14,7 @@ from megaprof.cli import main
 from megaprof.foreign.report import Foreign
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.synthetic import TraceBuilder, kinds
+from tests.analysis.synthetic import TraceBuilder
 from tests.cli.running import check
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -54,8 +54,8 @@ class Job:
         return path
 
 
-def foreign(path: Path, **sizes: int) -> Foreign:
-    report = analyze(path, sizes=sizes)
+def foreign(path: Path) -> Foreign:
+    report = analyze(path)
     assert report.targets == ()
     assert report.foreign is not None
     check("report", report.to_json())
@@ -103,30 +103,13 @@ def test_a_bare_list_of_events_is_a_trace(job: Job, tmp_path: Path) -> None:
     assert (rank.rank, rank.rank_from, rank.compute_ms) == (3, "file name", 18)
 
 
-@pytest.mark.parametrize(
-    ("description", "ranks", "sizes", "axis"),
-    [
-        (TP, [0, 1], {}, "tp"),
-        ("undefined", [0, 1], {}, None),
-        ("undefined", [0, 1], {"tp": 2, "pp": 2}, "tp"),
-        ("undefined", [0, 2], {"tp": 2, "pp": 2}, "pp"),
-        ("undefined", [0, 3], {"tp": 2, "pp": 2}, None),
-        ("mine", [0, 2], {"pp": 2}, "pp"),
-    ],
-)
-def test_a_group_has_a_name_by_its_description_or_by_sizes_that_are_given(
-    description: str, ranks: list[int], sizes: dict[str, int], axis: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("description", "axis"), [(TP, "tp"), ("undefined", None), ("mine", None)])
+def test_a_group_is_called_what_its_description_says(description: str, axis: str | None, tmp_path: Path) -> None:
     job = Job()
     job.kernel("gemm", 0, 1)
-    job.reduce(2, 1, ranks, description)
-    (rank,) = foreign(job.write(tmp_path / "a.json"), **sizes).ranks
+    job.reduce(2, 1, [0, 1], description)
+    (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
     assert rank.exposed[0].axis == axis
-
-
-def test_sizes_that_do_not_fit_are_said(job: Job, tmp_path: Path) -> None:
-    found = foreign(job.write(tmp_path / "a.json"), tp=3).warnings
-    assert [each.count for each in found if each.kind == "sizes_do_not_fit"] == [4]
 
 
 def test_send_receive_is_told_from_all_to_all_by_annotations_only(tmp_path: Path) -> None:
@@ -264,7 +247,6 @@ def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest
     plain = json.loads((tmp_path / "r.json").read_text())
     assert (plain["targets"], plain["foreign"]["ranks"][0]["file"]) == ([], "a.json")
     assert "ranks 0-1" in (tmp_path / "r.html").read_text()
-    assert main(["report", str(path), "--tp", "0"]) == 2
 
 
 def test_only_what_a_viewer_reads_is_to_be_dragged_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,15 +318,6 @@ def test_copies_of_a_collective_communicate(tmp_path: Path) -> None:
     (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
     assert [(each.operation, each.axis, each.ms) for each in rank.exposed] == [("allgather", "tp", 1)]
     assert rank.compute_ms == 2
-
-
-def test_an_axis_of_which_no_kernel_is_known_is_said(tmp_path: Path) -> None:
-    job = Job()
-    job.kernel("gemm", 0, 10)
-    job.reduce(10, 1, [0, 1], TP)
-    path = job.write(tmp_path / "a.json")
-    assert [note.names for note in foreign(path, tp=2, cp=2).warnings if note.kind == "exposed_unknown"] == [("cp",)]
-    assert "exposed_unknown" not in kinds(foreign(path, tp=2).warnings)
 
 
 def test_what_the_host_delayed_is_unknown_without_launches(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.pipelines import Priced
 from tests.foreign.test_foreign import Job
-from tests.foreign.test_pipeline import write_job
 
 Input = Callable[[Path], Any]
 RECORDINGS = Path(__file__).with_name("recordings")
@@ -196,7 +195,6 @@ REPORTS: dict[str, Input] = {
     "cpu-combined": combined,
     "nsys": of_nsys,
     "foreign": foreign,
-    "foreign-pipeline": lambda directory: write_job(directory, 3, 6, factor=(1.0, 1.5, 1.0)),
     "foreign-nsys": foreign_nsys,
     "damaged-trace-cut": damaged(lambda d: write(SCENARIOS["gpu-host-bound"], d), "*.json.gz", 0.5),
     "damaged-trace-gone": damaged(lambda d: write(SCENARIOS["cpu-1f1b"], d), "*.json.gz", 0.0),

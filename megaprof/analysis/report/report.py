@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -72,7 +72,6 @@ def analyze(
     workers: Workers = 1,
     progress: Progress | None = None,
     run: int | None = None,
-    sizes: Mapping[str, int] | None = None,
     memory_limit: int | None = None,
 ) -> Report:
     """Reports on every trace and timeline under a directory, or on a single file.
@@ -89,7 +88,6 @@ def analyze(
             ``ray://host:10001``) whose machines find the files under the same names.
         progress: Called as ``progress(done, files)``.
         run: The number of the run, if there are several; 1 is the oldest, and the newest is the default.
-        sizes: Parallel sizes (``tp``, ``pp``, ``cp``, ``ep``) that name the process groups in foreign recordings.
         memory_limit: Bytes that a stage may allocate in an advised layout, if that is less than its device has.
 
     Raises:
@@ -119,7 +117,7 @@ def analyze(
         others = set(_others(path) if path.is_dir() else ()) - {reading.path for reading in readings}
         more = [*read_all(sorted(others), workers)]
         warnings += of_files(reading.skipped for reading in more if reading.skipped is not None)
-        return _of_others(path, [*readings, *more], sizes or {}, warnings)
+        return _of_others(path, [*readings, *more], warnings)
     job = (path.parent if path.is_file() else path).absolute()
     by_key, found = {fleet.key: fleet for fleet in fleets}, []
     # The iterations of ranks that also train are those of their training.
@@ -188,7 +186,7 @@ def _files(path: Path) -> tuple[list[Source], Timelines]:
     return traces, timelines
 
 
-def _of_others(path: Path, readings: Sequence[Reading], sizes: Mapping[str, int], warnings: Sequence[Note]) -> Report:
+def _of_others(path: Path, readings: Sequence[Reading], warnings: Sequence[Note]) -> Report:
     """Returns a report on recordings without ranges of ours. ``warnings``: why they are no traces of ours. Raises
     NothingToReport."""
     if not any(reading.others for reading in readings):
@@ -197,7 +195,7 @@ def _of_others(path: Path, readings: Sequence[Reading], sizes: Mapping[str, int]
         why = " ".join([*(f"{note.text.rstrip('.')}." for note in said[:5]), *more])
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. {why}")
     recordings = [each for reading in readings for each in reading.others]
-    facts, section = import_module(f"{OTHERS}.report").report_on(recordings, sizes)
+    facts, section = import_module(f"{OTHERS}.report").report_on(recordings)
     return Report(
         path=path,
         source=str(path),

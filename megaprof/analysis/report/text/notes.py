@@ -167,9 +167,4 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "replay_off": lambda n: (
         f"the replay is {n.factor:.1%} off the measured step, so every prediction may be off by as much"
     ),
-    # recordings that megaprof did not make
-    "sizes_do_not_fit": lambda n: (
-        f"the given sizes do not fit the {n.count} ranks that the recordings are from: {n.said}"
-    ),
-    "no_stages": lambda n: f"no stages are shown{f' for {ranks(n.ranks)}' * bool(n.ranks)}: {n.said}",
 }
