@@ -244,16 +244,14 @@ def _listen(session: Session, directory: str) -> None:
     if not listener.start():
         return
     session.at_end.append(listener.close)
-    coords, watchdog = session.coords, listener.watchdog
+    coords = session.coords
     if coords.rank not in (0, coords.sizes.world - 1):
         return
     overview = Overview(session.config, coords, session.role, megatron_lm.writers)
 
     def sum_up() -> None:
         if listener.job is not None and not listener.closed:
-            imbalance = overview.look(listener.job, wanted=watchdog is not None)
-            if watchdog is not None:
-                watchdog.see(imbalance)
+            overview.look(listener.job)
 
     process.background.add(sum_up, overview.every)
     session.at_end += partial(process.background.remove, sum_up), overview.close

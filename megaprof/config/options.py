@@ -186,17 +186,6 @@ class ProfileConfig:
         f"{flag('steps')} none to capture nothing else. Always on with {flag('tool')} {TIMELINE}",
         read.boolean,
     )
-    trigger_step_time: float | None = _option(
-        None,
-        "make the job capture two steps per stage by itself when steps take this many times as long as usual, e.g. 1.5",
-        read.factor,
-    )
-    trigger_imbalance: float | None = _option(
-        None,
-        "the same when the slowest stage computes this many times as long as the average stage, e.g. 1.3; needs "
-        f"{flag('tool')} {TIMELINE}",
-        read.factor,
-    )
     prometheus: str | None = _option(
         None,
         "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers. "
@@ -343,11 +332,9 @@ class ProfileConfig:
                 f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
                 "that all ranks and your shell see. Give a directory"
             )
-        for name in ("trigger_step_time", "trigger_imbalance", "prometheus"):
-            if getattr(self, name) is not None and not self.listens:
-                raise ValueError(f"{flag(name)} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
-        if self.trigger_imbalance is not None and not self.timed:
-            raise ValueError(f"{flag('trigger_imbalance')} needs the stages' times: add {flag('tool')} {TIMELINE}")
+        if self.prometheus is not None and not self.listens:
+            name = flag("prometheus")
+            raise ValueError(f"{name} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
 
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")

@@ -302,17 +302,6 @@ def word(valid_words: tuple[str, ...], name: str, value: Any) -> str:
     return value.strip().lower()
 
 
-def factor(name: str, value: Any) -> float:
-    """Reads a number greater than 1."""
-    try:
-        multiple = float(value)
-    except (TypeError, ValueError):
-        multiple = 0.0
-    if isinstance(value, bool) or not 1 < multiple < 1000:
-        raise ValueError(f"{name}: {value!r} is not valid; it must be a number greater than 1, e.g. 1.5")
-    return multiple
-
-
 DEFAULT_SHARE = 0.95
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")

@@ -25,7 +25,7 @@ from megaprof.capture.process import process
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import ControlDirectory, RunningJob, Unsafe, names_of, read, write
-from megaprof.control.request import Watchdog, check, recorder_config
+from megaprof.control.request import check, recorder_config
 from megaprof.formats.job import (
     CAPTURE,
     COLLECTIVES,
@@ -132,9 +132,6 @@ class Listener:
         self._flight_checked = coords.rank > 0 or coords.sizes.world == coords.sizes.pp
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
         self._host_moved, self._device_moved = change_clock(), change_clock()
-        watches = self._leads and (session.config.trigger_step_time or session.config.trigger_imbalance)
-        self.watchdog = Watchdog(session.config) if watches else None
-        """Has the job captured when it becomes slow, if it is asked to, on rank 0."""
         self.closed = False
         """True once it looks no more: the job has ended, or others could write to its directory."""
 
@@ -148,29 +145,12 @@ class Listener:
             return False
         process.answers[self.path] = self
         process.background.add(self.look, self.every)
-        if self.watchdog is not None:
-            process.background.add(self._watch, self.every)
         return True
 
     @property
     def job(self) -> RunningJob | None:
         """The job as a command would find it; None as long as the rank does not know its run."""
         return None if self._run is None else RunningJob(self._directory, self._session.role, self._run)
-
-    @property
-    def busy(self) -> bool:
-        """True while a capture is asked for, or is being made by this rank."""
-        return self._request is not None or self._demand is not None
-
-    def _watch(self) -> None:
-        """Tells the watchdog how long a call takes lately; without a timeline, how far apart calls begin."""
-        if self.watchdog is None or self.closed:
-            return
-        session, key = self._session, (self.watchdog.timed, self._session.role)
-        recent = None if session.timeline is None else session.timeline.tally.recent(*key)
-        apart = self._seconds(key)
-        step_ms = recent.step_ms if recent is not None else None if apart is None else 1e3 * apart
-        self.watchdog.look(self.job, session.agenda.calls.get(key, 0), step_ms, busy=self.busy)
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""
@@ -421,6 +401,5 @@ class Listener:
     def _ends(self) -> None:
         self.closed = True
         process.background.remove(self.look)
-        process.background.remove(self._watch)
         if process.answers.get(self.path) is self:
             del process.answers[self.path]

@@ -1,6 +1,5 @@
 """A request to capture: its rules, which the command that asks and the ranks that are asked share, and the side that
-asks. That carries a request through, from `capture.json` to the files, and never waits. A job may also ask by itself,
-when its steps, or one of its stages, become slow.
+asks. That carries a request through, from `capture.json` to the files, and never waits.
 
 First every selected rank says in its status how far its calls have come. Then the command chooses one call number that
 lies ahead of all of them, and writes it into the request. So every rank starts with the same step, and none waits for
@@ -12,9 +11,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import statistics
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +22,11 @@ import msgspec
 from msgspec.structs import replace
 
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
-from megaprof.config.values import TARGETS, TIMELINE, TRAIN_ACTOR, TRAIN_OVERALL
+from megaprof.config.values import TARGETS, TIMELINE
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, read, write
 from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord
 from megaprof.formats.phrases import ago, counted, listed
-from megaprof.runtime.isolation import logger
 
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
@@ -38,13 +34,6 @@ STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 #: The first step comes this many times later than the estimate says.
 _SAFETY = 1.5
-#: The usual step time is the median of the step times at the last looks: at most so many, and at least so many.
-_HISTORY = 4096
-_LEAST = 30
-#: A change counts when this many looks in a row see it.
-_IN_A_ROW = 3
-#: The shortest time between two captures that the job makes by itself.
-COOLDOWN_SECONDS = 3600.0
 #: Seconds for which a job that is just beginning is given the time to show how long a step takes.
 _PATIENCE = 30.0
 
@@ -364,99 +353,3 @@ def requester_for(directory: Path, target: str, *, role: str | None = None, **fi
 
 def _busy(other: Request) -> str:
     return f"busy with {other.id} ({other.by}), which asks for {other.target}"
-
-
-class Watchdog:
-    """Asks for captures as `megaprof trigger` does, from the background thread of the lowest rank.
-
-    It captures only what is new, and waits for a while after each capture, so that a job that stays slow does not fill
-    its disk.
-    """
-
-    def __init__(self, config: ProfileConfig) -> None:
-        self._config = config
-        self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
-        # A train_overall window lasts from one training step to the next: those are what is counted and timed.
-        self.timed = TRAIN_ACTOR if self._target == TRAIN_OVERALL else self._target
-        self._step_times: deque[float] = deque(maxlen=_HISTORY)
-        self._calls = -1
-        self._slow_looks = 0
-        self._imbalance = 0.0
-        self._uneven = 0  # how many looks in a row have seen uneven stages; if negative, even ones
-        self._uneven_is_known = False
-        self._not_before = 0.0
-        self._requester: Requester | None = None
-
-    def look(self, job: RunningJob | None, calls: int, milliseconds: float | None, *, busy: bool) -> None:
-        """Looks once at the step time, and asks the ``job`` for a capture if that, or the imbalance of the stages, is
-        unusual. ``calls``: how many calls of `timed` have begun; ``milliseconds``: how long one takes lately; ``busy``:
-        whether a capture is asked for already."""
-        if self._requester is not None:
-            self._go_on(self._requester)
-            return
-        # A captured step is slow by itself, and without a new step there is nothing new to see.
-        unseen = milliseconds is not None and not busy and calls != self._calls
-        reason = self._slow_steps(calls, milliseconds) if milliseconds is not None and unseen else None
-        if reason is None and self._uneven >= _IN_A_ROW and not self._uneven_is_known:
-            reason = f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
-        if reason is not None and monotonic() >= self._not_before and not busy:
-            self._ask(job, reason)
-
-    def see(self, imbalance: float | None) -> None:
-        """Notes the latest imbalance of the stages; None if it is not known."""
-        threshold = self._config.trigger_imbalance
-        if threshold is None or imbalance is None:
-            self._uneven = 0
-            return
-        self._imbalance = imbalance
-        self._uneven = max(self._uneven, 0) + 1 if imbalance > threshold else min(self._uneven, 0) - 1
-        if self._uneven <= -_IN_A_ROW:
-            self._uneven_is_known = False
-
-    def _slow_steps(self, calls: int, milliseconds: float) -> str | None:
-        """Returns what is slow about the last steps, for people; None if nothing is."""
-        factor = self._config.trigger_step_time
-        if factor is None:
-            return None
-        self._calls = calls
-        usual = statistics.median(self._step_times) if len(self._step_times) >= _LEAST else None
-        self._step_times.append(milliseconds)
-        if usual is None or milliseconds <= factor * usual:
-            self._slow_looks = 0
-            return None
-        self._slow_looks += 1
-        if self._slow_looks < _IN_A_ROW:
-            return None
-        return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
-
-    def _ask(self, job: RunningJob | None, reason: str) -> None:
-        self._not_before = monotonic() + COOLDOWN_SECONDS
-        self._slow_looks = self._uneven = 0
-        if job is None:
-            return
-        try:
-            by = f"the job itself, as {reason}"
-            requester = Requester(job, new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by))
-            requester.submit()
-        except Refused as refusal:
-            logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
-            return
-        self._requester = requester
-        logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, requester.request.id)
-
-    def _go_on(self, requester: Requester) -> None:
-        """Follows a request up to its files."""
-        outcome = requester.advance()
-        if outcome is None:
-            return
-        self._requester = None
-        if outcome.captured == 0:
-            logger.warning("megaprof: nothing captured (%s): %s", outcome.request, outcome.reason)
-            return
-        self._step_times.clear()  # what was captured counts as usual from now on
-        self._uneven_is_known = True
-        steps = ", ".join(map(str, outcome.steps))
-        missing = "" if outcome.reason is None else f", but {outcome.reason}"
-        logger.warning(
-            "megaprof: captured step %s on %d ranks (%s)%s", steps, outcome.captured, outcome.request, missing
-        )

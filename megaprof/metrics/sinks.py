@@ -1,4 +1,4 @@
-"""One rank's look at all others now and then: for the captures that a job makes by itself, and for the scalars.
+"""One rank's look at all others now and then, for the scalars.
 
 Their sinks are writers of the host, a file for Prometheus, and an OpenTelemetry meter provider. megaprof sets none of
 them up: there are those that the host has. Each takes a summary, on the background thread. A model with a role has
@@ -191,12 +191,11 @@ class Overview:
         self._prometheus = Path(config.prometheus) if config.prometheus is not None and coords.rank == 0 else None
         self._otel: Callable[[Summary | None], None] | None = None
 
-    def look(self, job: RunningJob, *, wanted: bool = False) -> float | None:
-        """Reads the statuses of all ranks of a job, or of some, and hands their summary on. Returns the imbalance of
-        the stages; None if it is not known. Reads nothing if there is no sink, unless the imbalance is ``wanted``."""
+    def look(self, job: RunningJob) -> None:
+        """Reads the statuses of all ranks of a job, or of some, and hands their summary on, if there is a sink."""
         working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
-        if not working and not wanted:
-            return None
+        if not working:
+            return
         statuses = job.statuses(self._ranks(job.run))
         self._looks += 1
         summary = summarise(job.run, [status for status in statuses.values() if not status.late(time.time())])
@@ -206,7 +205,6 @@ class Overview:
             except Exception as fault:  # the host's writer, or its disk
                 self._broken.add(name)
                 logger.warning("megaprof: no scalars to %s any more: %r", name, fault)
-        return summary.imbalance
 
     def close(self) -> None:
         if self._otel is not None:

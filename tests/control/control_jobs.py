@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaprof.formats.job import Recent
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
 
@@ -35,12 +34,10 @@ def train(
     least: int,
     slow: Slow | None = None,
     quick: bool = False,
-    computes: Sequence[float] = (),
 ) -> Any:
     """Steps until the file ``stop`` appears, at least ``least``, the same number on all ranks; returns what they
     computed. Without ``flags`` megaprof is not there, and it is ``least`` steps. ``quick``: every rank looks, and looks
-    at the others, ten times as often. ``computes``: milliseconds by rank that it says to compute in a step of a second,
-    whatever it does."""
+    at the others, ten times as often."""
     import argparse
 
     import torch
@@ -52,8 +49,6 @@ def train(
         _look_often()
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     rank, _ = init_distributed(timeout=180)
-    if computes:
-        _say(computes[rank])
     with cpu_megatron():
         gpt = build(workload)
         losses: list[Any] = []
@@ -71,19 +66,11 @@ def train(
 
 
 def _look_often() -> None:
-    from megaprof.control import listener, request
+    from megaprof.control import listener
     from megaprof.metrics import sinks
 
     listener.interval = lambda world: 0.1  # type: ignore[assignment]
-    request._LEAST = 10  # type: ignore[misc]
     sinks.LEAST_SECONDS = 0.3  # type: ignore[misc]
-
-
-def _say(milliseconds: float) -> None:
-    from megaprof.recorders.timeline_steps import Tally
-
-    recent = Recent("train_actor", 8, 1000.0, milliseconds / 3, 2 * milliseconds / 3, 0.0, milliseconds, 0.0, 0.0)
-    Tally.recent = lambda *_: recent  # type: ignore[method-assign]
 
 
 def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any], stop: str) -> None:
@@ -127,7 +114,6 @@ def running(
     workload: GPTWorkload = SMALL,
     slow: Slow | None = None,
     quick: bool = False,
-    computes: Sequence[float] = (),
 ) -> Iterator[Running]:
     """A job without any window, which runs inside."""
     directory.mkdir(exist_ok=True)
@@ -137,7 +123,7 @@ def running(
     def launch() -> None:
         try:
             job.results += run_ranks(
-                train, workload.world_size, workload, flags, str(job.stop), 3, slow, quick, computes, timeout=300
+                train, workload.world_size, workload, flags, str(job.stop), 3, slow, quick, timeout=300
             )
         except BaseException as fault:
             job.faults.append(fault)

@@ -321,7 +321,7 @@ def test_what_is_withdrawn_does_not_begin(job: Job, tmp_path: Path) -> None:
     job.listener.look()
     job.step(3)
     assert traces(tmp_path) == []
-    assert not job.listener.busy
+    assert job.listener._demand is None
 
 
 def test_what_records_already_is_finished_and_then_comes_the_next(job: Job, tmp_path: Path) -> None:
@@ -539,12 +539,12 @@ def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[]
     places.write(paths.run, earlier)
     places.write(paths.capture, new_request(earlier, "train_actor", select="all"))
     rank.look()
-    assert rank.busy, "it cannot know better yet"
+    assert rank._demand is not None, "it cannot know better yet"
     places.write(paths.run, ours)
     rank.look()
     assert rank.job is not None
     assert rank.job.run == ours
-    assert not rank.busy
+    assert rank._demand is None
     places.write(paths.run, replace(ours, run="later", started=ours.started + 600))
     rank.look()
     assert rank.job is not None

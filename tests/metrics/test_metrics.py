@@ -296,9 +296,6 @@ def test_a_writer_that_fails_is_left_alone(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"trigger_step_time": 0.9}, "--profile-trigger-step-time: 0.9 is not valid"),
-        ({"trigger_step_time": 1.5}, "--profile-trigger-step-time has no effect without --profile-on-demand"),
-        ({"trigger_imbalance": 1.3, "on_demand": True}, "--profile-trigger-imbalance needs the stages' times"),
         ({"prometheus": "x.prom"}, "--profile-prometheus has no effect without"),
         ({"on_demand": True, "dir": "memory://bucket/traces"}, "Give a directory"),
     ],
