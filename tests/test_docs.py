@@ -26,7 +26,7 @@ OPTIONS = (ROOT / "docs" / "options.md").read_text()
 README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "docs" / "examples"
 #: Names that begin like a module's and are none: metrics, settings and files.
-NOT_MODULES = {"megaprof.actor.prom", "megaprof.dir", "megaprof.imbalance", "megaprof.step", "megaprof.target"}
+NOT_MODULES = {"megaprof.dir", "megaprof.imbalance", "megaprof.step", "megaprof.target"}
 
 
 def blocks(language: str, document: str = README) -> list[str]:

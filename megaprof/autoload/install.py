@@ -32,7 +32,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.values import checked_role
 from megaprof.control.listener import Listener
 from megaprof.hooks.schedules import patch_megatron
-from megaprof.metrics.sinks import Overview, check_prometheus
+from megaprof.metrics.sinks import Overview
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline import TimelineRecorder
@@ -148,7 +148,6 @@ def install_hooks(
         if not (pipeline and existing._session is not None and moved(existing._session.coords)):
             return existing
         existing.remove()
-    check_prometheus(config.prometheus)
     _require("torch")
     if pipeline:
         _require("megatron.core")
@@ -247,7 +246,7 @@ def _listen(session: Session, directory: str) -> None:
     coords = session.coords
     if coords.rank not in (0, coords.sizes.world - 1):
         return
-    overview = Overview(session.config, coords, session.role, megatron_lm.writers)
+    overview = Overview(coords, session.role, megatron_lm.writers)
 
     def sum_up() -> None:
         if listener.job is not None and not listener.closed:

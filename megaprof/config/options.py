@@ -186,12 +186,6 @@ class ProfileConfig:
         f"{flag('steps')} none to capture nothing else. Always on with {flag('tool')} {TIMELINE}",
         read.boolean,
     )
-    prometheus: str | None = _option(
-        None,
-        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers. "
-        "Rank 0 writes it while the job runs",
-        read.file,
-    )
 
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The user's spelling of each field that was not set by its flag: a variable, or an option of the host."""
@@ -332,9 +326,6 @@ class ProfileConfig:
                 f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
                 "that all ranks and your shell see. Give a directory"
             )
-        if self.prometheus is not None and not self.listens:
-            name = flag("prometheus")
-            raise ValueError(f"{name} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
 
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")

@@ -201,22 +201,13 @@ def directory(name: str, value: Any) -> str:
     it.
     """
     path = text(name, value)
-    return path if is_remote(path) else _absolute(name, path, "an absolute path, or the URI of a remote directory")
-
-
-def file(name: str, value: Any) -> str:
-    """Reads a file of this machine as an absolute path. Raises ValueError for a remote one, and as `directory` does."""
-    path = text(name, value)
     if is_remote(path):
-        raise ValueError(f"{name}: {path!r} is not valid; valid: a path on this machine")
-    return _absolute(name, path, "an absolute path")
-
-
-def _absolute(name: str, path: str, valid: str) -> str:
+        return path
     worker = getattr(sys.modules.get("ray._private.worker"), "global_worker", None)
     if worker is not None and worker.mode == 1 and not os.path.isabs(path):  # ray.WORKER_MODE
         raise ValueError(
-            f"{name}: {path!r} is not valid in a worker of Ray's, which has its own working directory; valid: {valid}"
+            f"{name}: {path!r} is not valid in a worker of Ray's, which has its own working directory; valid: "
+            "an absolute path, or the URI of a remote directory"
         )
     return os.path.abspath(path)
 

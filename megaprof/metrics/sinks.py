@@ -1,8 +1,8 @@
 """One rank's look at all others now and then, for the scalars.
 
-Their sinks are writers of the host, a file for Prometheus, and an OpenTelemetry meter provider. megaprof sets none of
-them up: there are those that the host has. Each takes a summary, on the background thread. A model with a role has
-names, a file and attributes of its own, since a process may hold several models.
+Their sinks are writers of the host and an OpenTelemetry meter provider. megaprof sets none of them up: there are those
+that the host has. Each takes a summary, on the background thread. A model with a role has names and attributes of its
+own, since a process may hold several models.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from megaprof.config.options import ProfileConfig
 from megaprof.control.directory import RunningJob
 from megaprof.formats.job import RunRecord
-from megaprof.formats.names import appearing, sanitise
 from megaprof.metrics.figures import Summary, summarise
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.isolation import logger
@@ -45,21 +41,16 @@ class Writers:
     meter: Any | None = None
 
 
-#: For each figure its name in Prometheus and in OpenTelemetry, its unit and its meaning. Prometheus uses base units.
+#: For each figure its name in OpenTelemetry, its unit and its meaning.
 FIGURES = {
-    "step_ms": ("step_seconds", "step", "ms", "Duration of a step, median over the last steps and all ranks"),
-    "imbalance": ("imbalance_ratio", "imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
-    "slowest_stage": ("slowest_stage", "slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
-    "bubble_fraction": ("bubble_ratio", "bubble_fraction", "1", "Part of a step in which stages wait for others"),
-    "straggler": ("straggler_rank", "straggler", "1", "Rank that computes longest compared with its peers"),
-    "straggler_ratio": ("straggler_ratio", "straggler_ratio", "1", "Its compute over the median of its peers"),
-    "compute_ms": ("stage_compute_seconds", "stage.compute", "ms", "Compute of a stage in a step, median of its ranks"),
-    "host_bound_passes": (
-        "stage_host_bound_ratio",
-        "stage.host_bound",
-        "1",
-        "Part of its passes that wait for the host",
-    ),
+    "step_ms": ("step", "ms", "Duration of a step, median over the last steps and all ranks"),
+    "imbalance": ("imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
+    "slowest_stage": ("slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
+    "bubble_fraction": ("bubble_fraction", "1", "Part of a step in which stages wait for others"),
+    "straggler": ("straggler", "1", "Rank that computes longest compared with its peers"),
+    "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its peers"),
+    "compute_ms": ("stage.compute", "ms", "Compute of a stage in a step, median of its ranks"),
+    "host_bound_passes": ("stage.host_bound", "1", "Part of its passes that wait for the host"),
 }
 
 
@@ -92,43 +83,6 @@ def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Si
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
 
 
-def write_prometheus(path: Path, role: str | None, summary: Summary) -> None:
-    """Replaces a file for the node exporter's textfile collector as a whole: `x.prom`, or `x.actor.prom` of a role.
-    Raises OSError."""
-    from prometheus_client import CollectorRegistry, Gauge, generate_latest
-
-    registry, labels = CollectorRegistry(), _labels(summary, role)
-    figures = [
-        (name, help, [(which, value / 1e3 if unit == "ms" else value) for which, value in _values(summary, figure)])
-        for figure, (name, _, unit, help) in FIGURES.items()
-    ]
-    if summary.step is not None:
-        figures.append(("last_step", "Number of the last step", [({}, summary.step)]))
-    figures.append(("updated_timestamp_seconds", "When this was written", [({}, time.time())]))
-    for name, help, values in figures:
-        if values:
-            gauge = Gauge(f"megaprof_{name}", help, [*labels, *values[0][0]], registry=registry)
-            for which, value in values:
-                (gauge.labels(**labels, **which) if labels or which else gauge).set(value)
-    with appearing(
-        path if role is None else path.with_name(f"{path.stem}.{sanitise(role)}{path.suffix}"), sync=False
-    ) as file:
-        file.write(generate_latest(registry))
-
-
-def check_prometheus(path: str | None) -> None:
-    """Raises ValueError if figures are to go to a Prometheus file, and the package that writes it is missing."""
-    if path is not None and find_spec("prometheus_client") is None:
-        raise ValueError(
-            f"--profile-prometheus {path} needs the package prometheus-client: pip install 'megaprof[prometheus]', or "
-            "leave the option out"
-        )
-
-
-def _labels(summary: Summary, role: str | None) -> dict[str, str]:
-    return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
-
-
 def open_telemetry(meter: Any, role: str | None) -> Callable[[Summary | None], None]:
     """Returns a sink for observable gauges of ``meter``, whose provider reads the last summary whenever it exports.
     After None, the gauges yield nothing: they cannot be removed."""
@@ -142,10 +96,11 @@ def open_telemetry(meter: Any, role: str | None) -> Callable[[Summary | None], N
     def observed(options: object, figure: str) -> list[Any]:
         if (summary := last) is None:
             return []
-        labels = _labels(summary, role)
+        named = (("role", role), ("target", summary.target))
+        labels = {name: value for name, value in named if value is not None}
         return [observation(value, {**labels, **which}) for which, value in _values(summary, figure)]
 
-    for figure, (_, name, unit, help) in FIGURES.items():
+    for figure, (name, unit, help) in FIGURES.items():
         callback = partial(observed, figure=figure)
         meter.create_observable_gauge(f"megaprof.{name}", callbacks=[callback], unit=unit, description=help)
     return take
@@ -177,7 +132,6 @@ class Overview:
 
     def __init__(
         self,
-        config: ProfileConfig,
         coords: RankCoords,
         role: str | None,
         writers: Callable[[], Writers],
@@ -188,7 +142,6 @@ class Overview:
         self._role, self._writers = role, writers
         self._looks = 0
         self._broken: set[str] = set()
-        self._prometheus = Path(config.prometheus) if config.prometheus is not None and coords.rank == 0 else None
         self._otel: Callable[[Summary | None], None] | None = None
 
     def look(self, job: RunningJob) -> None:
@@ -213,8 +166,6 @@ class Overview:
     def _sinks(self) -> Iterator[tuple[str, Sink]]:
         host = self._writers()
         yield from host_sinks(host, self._role)
-        if self._prometheus is not None:
-            yield "Prometheus", partial(write_prometheus, self._prometheus, self._role)
         if self._otel is None and "OpenTelemetry" not in self._broken:
             try:
                 found = meter(host.meter)

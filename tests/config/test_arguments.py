@@ -62,7 +62,6 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "collectives": (["--profile-tool", "timeline"], True),
         "on_finish": (["ls"], "ls"),
         "flush_seconds": (["5"], 5),
-        "prometheus": (["/m/x.prom", "--profile-on-demand"], "/m/x.prom"),
         "schedule": (["1:0:2:3"], "1:0:2:3"),
     }
     for option in options():

@@ -78,10 +78,6 @@ def test_whole_environment() -> None:
         ({"dir": None}, ["--profile-dir", "not set"]),
         ({"dir": "  "}, ["--profile-dir", "non-empty"]),
         ({"dir": 5}, ["--profile-dir", "5"]),
-        (
-            {"on_demand": True, "prometheus": "memory://bucket/x.prom"},
-            ["--profile-prometheus", "'memory://bucket/x.prom'", "on this machine"],
-        ),
         ({"steps": "train_actor=3", "discrete": True}, ["--profile-steps", "no steps for annotated", "annotated=..."]),
         ({"steps": "3;annotated=3"}, ["--profile-steps", "annotated has steps", "--profile-discrete"]),
         ({"select": ""}, ["--profile-select"]),
@@ -178,10 +174,9 @@ def test_annotated_work_has_steps_of_its_own() -> None:
 
 def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    config = on(dir="traces", on_demand=True, prometheus="megaprof.prom")
+    config = on(dir="traces")
     monkeypatch.chdir("/")
     assert config.dir == str(tmp_path / "traces")
-    assert config.prometheus == str(tmp_path / "megaprof.prom")
     assert config.to_env()["MEGAPROF_DIR"] == str(tmp_path / "traces")
     assert on(dir="memory://bucket/traces").dir == "memory://bucket/traces"
 

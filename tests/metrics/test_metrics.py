@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megaprof import ProfileConfig, install_hooks
+from megaprof import ProfileConfig
 from megaprof.autoload import megatron_lm
 from megaprof.formats.job import RankStatus, RunRecord
-from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -124,59 +122,8 @@ def test_nothing_is_made_up() -> None:
     assert "megaprof/imbalance" not in sinks.scalars(untimed)
 
 
-def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
-    path = tmp_path / "megaprof.prom"
-    for _ in range(2):
-        sinks.write_prometheus(path, None, summary)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["megaprof.prom"]
-    families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
-    (step,) = families["megaprof_step_seconds"].samples
-    assert (step.value, step.labels) == (0.1, {"target": "train_actor"})
-    assert {s.labels["stage"]: s.value for s in families["megaprof_stage_compute_seconds"].samples} == {
-        "0": 0.04,
-        "1": 0.06,
-    }
-    assert families["megaprof_imbalance_ratio"].samples[0].value == pytest.approx(60 / 50)
-    assert all(family.type == "gauge" and family.documentation for family in families.values())
-
-
-def test_roles_do_not_overwrite_each_others_figures(
-    summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for role in ("actor", 'a"c\\tor\n'):
-        sinks.write_prometheus(tmp_path / "job.prom", role, summary)
-    written = sorted(tmp_path.iterdir())
-    assert len(written) == 2
-    assert all(path.suffix == ".prom" and path.name.startswith("job.a") for path in written), "what the collector reads"
-    labels = [
-        sample.labels["role"]
-        for path in written
-        for family in text_string_to_metric_families(path.read_text())
-        for sample in family.samples
-        if family.name == "megaprof_step_seconds"
-    ]
-    assert sorted(labels) == sorted(("actor", 'a"c\\tor\n'))
+def test_roles_have_names_of_their_own(summary: Summary) -> None:
     assert sinks.scalars(summary, "actor").keys().isdisjoint(sinks.scalars(summary, "critic"))
-
-
-def test_prometheus_without_its_package_is_refused_before_the_first_step(
-    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megaprof.metrics.sinks.find_spec", lambda name: None)
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "t"), on_demand=True, prometheus="/m/x.prom")
-    with pytest.raises(ValueError, match=r"--profile-prometheus /m/x.prom needs the package prometheus-client"):
-        install_hooks(one_rank.chunks, config)
-    assert not (tmp_path / "t").exists()
-
-
-def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(summary: Summary, tmp_path: Path) -> None:
-    path, precious = tmp_path / "megaprof.prom", tmp_path / "precious"
-    precious.write_text("ten years")
-    temporary_path(path).symlink_to(precious)
-    sinks.write_prometheus(path, None, summary)
-    assert precious.read_text() == "ten years"
-    assert not path.is_symlink()
-    assert "megaprof_step_seconds" in path.read_text()
 
 
 def test_megatron_lms_tensorboard_writer_gets_them(
@@ -267,9 +214,7 @@ def test_the_environment_alone_makes_no_provider() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_writer_that_fails_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_writer_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class Full:
         tried = 0
 
@@ -279,24 +224,21 @@ def test_a_writer_that_fails_is_left_alone(
 
     writer = Full()
     fresh = replace(status(0, 40.0), time=time.time())
-    host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
+    logged: list[Any] = []
+    wandb = types.SimpleNamespace(log=lambda data, **options: logged.append(data))
+    host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer, _GLOBAL_WANDB_WRITER=wandb)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    prometheus = tmp_path / "megaprof.prom"
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
     job: Any = types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh})
-    overview = sinks.Overview(config, LAYOUT.coords(0), None, megatron_lm.writers)
+    overview = sinks.Overview(LAYOUT.coords(0), None, megatron_lm.writers)
     for _ in range(3):
         overview.look(job)
-        assert prometheus.exists()
-        prometheus.unlink()
-    assert writer.tried == 1
+    assert (writer.tried, len(logged)) == (1, 3)
     assert caplog.text.count("no scalars to TensorBoard any more") == 1
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"prometheus": "x.prom"}, "--profile-prometheus has no effect without"),
         ({"on_demand": True, "dir": "memory://bucket/traces"}, "Give a directory"),
     ],
 )
