@@ -27,11 +27,10 @@ from megaprof.analysis.report.text.notes import brief, clause, of_clocks
 from megaprof.analysis.table.matching import Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.traced import jobs_of, table_of
-from megaprof.analysis.trace import nsys_windows as nsys
+from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, Undecodable
-from megaprof.analysis.trace.nsys_windows import NsysFile
-from megaprof.analysis.trace.reading import Source, Timelines, path_of, read, recordings_in, traces_in
+from megaprof.analysis.trace.reading import Timelines, read, recordings_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
 from megaprof.analysis.trace.traces import Part, refusing
@@ -200,12 +199,12 @@ def merge(
     )
 
 
-def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank]:
+def _examine(path: Path, name: StepName, warnings: list[Note]) -> list[_Rank]:
     """Reads the places and messages of the ranks in a file."""
     try:
-        traces = traces_in(source)
+        traces = traces_in(path)
     except Undecodable as fault:
-        warnings.append(Note("skipped", files=(path_of(source).name,), said=str(fault)))
+        warnings.append(Note("skipped", files=(path.name,), said=str(fault)))
         return []
     ranks = []
     for trace in traces:
@@ -407,7 +406,7 @@ def _choose(
     step: int | None,
     ranks: Selector | None,
     run: int | None,
-) -> tuple[StepName, list[Source], int, list[StepName], Runs]:
+) -> tuple[StepName, list[Path], int, list[StepName], Runs]:
     """Returns a captured step, its files, how many captured ranks are not in them, the other steps of the same run, and
     the runs that have traces: the step belongs to the chosen one.
 
@@ -418,10 +417,11 @@ def _choose(
     """
     if not source.exists():
         raise Unanswerable(f"{source} does not exist")
-    captures: dict[StepName, list[tuple[Source, Place]]] = {}
+    captures: dict[StepName, list[tuple[Path, Place]]] = {}
     sources, timelines = recordings_in(source)
     for file in sources:
-        parsed = None if isinstance(file, NsysFile) else parse_artifact_name(file.name)  # nsys: may hold several
+        # A file of nsys may hold several.
+        parsed = None if file.suffix in nsys.SUFFIXES else parse_artifact_name(file.name)
         if parsed:
             name = StepName(parsed.target, parsed.role or "", parsed.step)
             captures.setdefault(name, []).append((file, parsed.place))
@@ -430,7 +430,7 @@ def _choose(
             for trace in traces_in(file):
                 captures.setdefault(StepName.of(trace.metadata), []).append((file, trace.metadata.coords))
         except Undecodable as fault:
-            warnings.append(Note("skipped", files=(path_of(file).name,), said=str(fault)))
+            warnings.append(Note("skipped", files=(file.name,), said=str(fault)))
     if not captures:
         raise Unanswerable("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
     runs, steps_of_other_runs = _runs_of(timelines, captures, run)
@@ -464,11 +464,11 @@ def _choose(
 
 
 def _runs_of(
-    timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
+    timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Path, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
     rank that has the most files. Raises NoSuchRun."""
-    files_of: defaultdict[int, dict[Source, None]] = defaultdict(dict)
+    files_of: defaultdict[int, dict[Path, None]] = defaultdict(dict)
     for file, place in itertools.chain.from_iterable(captures.values()):
         files_of[place.rank][file] = None
     rank = min(files_of, key=lambda rank: (-len(files_of[rank]), rank))

@@ -26,7 +26,7 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
+from megaprof.analysis.trace.nsys import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli.look import last_stand
 from megaprof.formats import inputs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import socket
 import sqlite3
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 
 from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.reading import recordings_in, traces_in
 from megaprof.analysis.trace.traces import Trace
 from megaprof.cli import main
@@ -133,19 +134,6 @@ def test_merge_and_diff(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "train_actor" in capsys.readouterr().out
 
 
-def test_without_metadata_the_stages_are_the_same(both: Path, tmp_path: Path) -> None:
-    for path in (both / "nsys").glob("*.sqlite"):
-        shutil.copy(path, tmp_path)
-    (bare,), (full,) = (analyze(path).to_json()["targets"] for path in (tmp_path, both / "nsys"))
-    assert bare["step_time_ms"] == full["step_time_ms"]
-    for ours, theirs in zip(bare["stages"], full["stages"], strict=True):
-        for key in ("ranks", "forward_ms", "backward_ms", "bubble_ms", "modules_ms"):
-            assert ours[key] == theirs[key]
-        assert [chunk["holds"]["layers"] for chunk in ours["chunks"]] == [
-            chunk["holds"]["layers"] for chunk in theirs["chunks"]
-        ]
-
-
 def test_a_window_per_step_is_a_file_per_step(tmp_path: Path) -> None:
     for text in job(tmp_path, ["--profile-tool", "nsys", "--profile-steps", "2,4"], shutdown=False):
         assert "trained" in text, text
@@ -154,19 +142,15 @@ def test_a_window_per_step_is_a_file_per_step(tmp_path: Path) -> None:
     assert target.steps == (2, 4)
 
 
-def test_a_killed_rank_leaves_a_truncated_window(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_the_windows_before(tmp_path: Path) -> None:
+    """The process writes the metadata of a window when that is closed, so the step in which it died is left out."""
     job(tmp_path, ["--profile-tool", "nsys", "--profile-steps", "2:6"], "--die-in-step", "4")
-    found = [
-        trace for source in recordings_in(tmp_path)[0] for trace in traces_in(source) if trace.metadata.coords.pp == 1
-    ]
+    found = []
+    for path in recordings_in(tmp_path)[0]:
+        with suppress(Undecodable):  # whether there is a file of that step depends on when nsys last took ranges over
+            found += [trace for trace in traces_in(path) if trace.metadata.coords.pp == 1]
     assert found, "nsys keeps what it has"
-    # Whether there is a file of the step in which it died depends on when nsys last took ranges over.
-    assert all(trace.metadata.truncated == (trace.metadata.steps == (4, 4)) for trace in found)
-    report = analyze(tmp_path).to_json()
-    said = [*report["warnings"], *report["targets"][0]["warnings"]]
-    if any(trace.metadata.truncated for trace in found):
-        assert any(each["kind"] == "without_sidecar" for each in said), said
-        assert any("the process ended inside it" in each.get("why", {}).get("said", "") for each in said), said
+    assert all(trace.metadata.steps < (4, 4) and not trace.metadata.truncated for trace in found)
 
 
 def test_an_nvtx_that_nsys_does_not_see_is_said(tmp_path: Path) -> None:

@@ -30,12 +30,11 @@ from megaprof.analysis.table.iterations import OF_RL
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
 from megaprof.analysis.table.traced import Job, jobs_of, tables
-from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
+from megaprof.analysis.trace.nsys import REPORT, SQLITE
 from megaprof.analysis.trace.reading import (
     OTHERS,
     Progress,
     Reading,
-    Source,
     Timelines,
     Workers,
     read_all,
@@ -167,7 +166,7 @@ def analyze(
     )
 
 
-def _files(path: Path) -> tuple[list[Source], Timelines]:
+def _files(path: Path) -> tuple[list[Path], Timelines]:
     """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
     if path.is_file() and path.name.endswith(_OF_ROCPROF):
         raise NothingToReport(f"{path}: {_ROCPROF}")

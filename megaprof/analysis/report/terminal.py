@@ -19,7 +19,7 @@ from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
-from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
+from megaprof.analysis.trace.nsys import REPORT, SQLITE
 from megaprof.formats.phrases import printable
 
 STYLES = {"slow": "bold red", "open": "", "fine": "green", "most": "bold", "": ""}

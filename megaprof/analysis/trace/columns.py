@@ -1,4 +1,4 @@
-"""Holds the events of a file as columns, and reads those of Kineto's (`nsys_tables` fills the same ones). Everything
+"""Holds the events of a file as columns, and reads those of Kineto's (`nsys` fills the same ones). Everything
 else of a trace is a view of these columns.
 
 A column is an array with one number for each event. Names of events, and what is said about collectives, are numbered

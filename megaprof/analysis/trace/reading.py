@@ -23,8 +23,7 @@ import numpy.typing as npt
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.nsys_tables import REPORT, SQLITE
-from megaprof.analysis.trace.nsys_windows import NsysFile, NsysWindows, find_nsys, read_nsys
+from megaprof.analysis.trace.nsys import SQLITE, SUFFIXES, NsysFile
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import (
     NOT_OURS,
@@ -49,12 +48,10 @@ _SHARE = 0.5
 #: single passes.
 _KEPT = 16 << 20
 #: The suffixes of all recordings.
-RECORDINGS = (*TRACE_SUFFIXES, SQLITE, REPORT, format.SUFFIX)
+RECORDINGS = (*TRACE_SUFFIXES, *SUFFIXES, format.SUFFIX)
 #: The extra for recordings by others, which reads files that hold no step of ours.
 OTHERS = "megaprof.foreign"
 
-Source = Path | NsysFile
-"""A trace of Kineto, or a file of nsys."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -78,37 +75,35 @@ class Reading:
     """What the extra `OTHERS` reads in it, if it has no steps."""
 
 
-def recordings_in(place: Path) -> tuple[list[Source], Timelines]:
+def recordings_in(place: Path) -> tuple[list[Path], Timelines]:
     """Returns the traces and the timelines under a directory, which is listed once, by their suffixes, or the single
-    file that ``place`` is: a trace, if its name does not say what it is."""
+    file that ``place`` is: a trace, if its name does not say what it is. Leaves out reports of nsys whose export is
+    there, too."""
     if place.is_file() and not place.name.endswith(RECORDINGS):
         return [place], Timelines()
     paths = [place] if place.is_file() else sorted(files_below(place, RECORDINGS), key=attrgetter("parts"))
     traces, exports, timelines = (
         [path for path in paths if path.name.endswith(suffixes)]
-        for suffixes in (TRACE_SUFFIXES, (SQLITE, REPORT), format.SUFFIX)
+        for suffixes in (TRACE_SUFFIXES, SUFFIXES, format.SUFFIX)
     )
-    return [*traces, *find_nsys(exports)], Timelines(timelines)
+    exported = {path for path in exports if path.suffix == SQLITE}
+    once = [path for path in exports if path in exported or path.with_suffix(SQLITE) not in exported]
+    return [*traces, *once], Timelines(timelines)
 
 
-def path_of(source: Source) -> Path:
-    """Returns the file of a source."""
-    return source.path if isinstance(source, NsysFile) else source
-
-
-def read(source: Source) -> Reading:
+def read(path: Path) -> Reading:
     """Reads one file. Raises nothing, whatever the file holds."""
-    path, reason = path_of(source), "it holds no range of a whole step"
+    reason = "it holds no range of a whole step"
     events: KinetoEvents | Mapping[int, Events] | None = None
     traces, warnings = list[Trace](), list[Note]()
     try:
         with refusing():
-            if isinstance(source, NsysFile):
-                windows = NsysWindows(source)
-                events = windows.processes
-                traces = windows.traces()
+            if path.suffix in SUFFIXES:
+                file = NsysFile(path)
+                events = file.processes
+                traces = file.traces()
             else:
-                events = kineto = events_of(source)
+                events = kineto = events_of(path)
                 if "megaprof" not in kineto.document.top or names_a_step(kineto):
                     traces = [trace_of(path, kineto)]
                 elif kineto.document.cut is not None:
@@ -120,29 +115,32 @@ def read(source: Source) -> Reading:
     if steps:
         return Reading(path, steps, tuple(warnings))
     others, why = [], None
-    if events is not None and not traces:  # no event was taken
+    if events and not traces:  # no event was taken
         others, why = import_module(f"{OTHERS}.recordings").recordings_in(path, events)
     skipped = Note("skipped", files=(path.name,), said=why if why and reason == NOT_OURS else reason)
     return Reading(path, (), tuple(warnings), skipped, tuple(others))
 
 
-def traces_in(source: Source) -> list[Trace]:
+def traces_in(path: Path) -> list[Trace]:
     """Returns the traces in a file, which may come from any tool. Raises Undecodable."""
-    return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
+    if path.suffix not in SUFFIXES:
+        return [read_trace(path)]
+    with refusing():
+        return NsysFile(path).traces()
 
 
-def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
+def read_all(paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
     (`in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
     NoCluster."""
-    sizes, useful = _sizes_of(map(path_of, sources)), 1
+    sizes, useful = _sizes_of(paths), 1
     if sum(sizes.values()) >= _WORTH_IT:
         bytes_of = {path: size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()}
         fitting = int(_SHARE * inputs.memory_left() / (_PROCESS + max(bytes_of.values(), default=0)))
         useful = max(1, min(len(sizes), _processors(), fitting))
-    for done, reading in enumerate(in_processes(read, sources, workers, useful), 1):
+    for done, reading in enumerate(in_processes(read, paths, workers, useful), 1):
         if progress is not None:
-            progress(done, len(sources))
+            progress(done, len(paths))
         yield reading
 
 

@@ -491,9 +491,7 @@ def _by_elimination(
         (unknown & ~gpu.pairwise & ~in_pass, AXES),
     ):
         parallel_axes = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
-        if metadata.version is None:  # the sizes come only from the ranges
-            doubtful.append((rows, list(AXES)))
-        elif len(parallel_axes) == 1:
+        if len(parallel_axes) == 1:
             use[rows] = USES.index(parallel_axes[0])
         else:
             doubtful.append((rows, parallel_axes))

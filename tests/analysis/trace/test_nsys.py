@@ -14,8 +14,7 @@ import pytest
 from megaprof.analysis.merge import merge
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.nsys_windows import NsysFile, read_nsys
-from megaprof.analysis.trace.reading import recordings_in
+from megaprof.analysis.trace.reading import recordings_in, traces_in
 from megaprof.cli import main
 from tests.analysis.exchanging import exchanging
 from tests.analysis.nsys_files import write_document, write_nsys
@@ -46,7 +45,7 @@ def edit(path: Path, *statements: str) -> Path:
 def told(path: Path) -> str:
     """Why a file cannot be read."""
     with pytest.raises(Undecodable) as fault:
-        read_nsys(NsysFile(path))
+        traces_in(path)
     assert "\n" not in str(fault.value)
     return str(fault.value)
 
@@ -130,36 +129,36 @@ class TestTheSameReport:
 
 
 class TestWithoutMetadata:
-    def test_ranges_say_what_they_can(self, tmp_path: Path) -> None:
+    def test_a_file_without_any_is_skipped(self, tmp_path: Path) -> None:
         for trace in two_stages():
-            trace.event("megaprof/layer n=4", trace.events[-2]["ts"] / 1000, 0.01)
             write_nsys(trace, tmp_path, sidecar=False)
-        report = analyze(tmp_path).to_json()
-        (target,) = report["targets"]
-        assert (target["sizes"]["pp"], target["microbatches"], target["schedule"]) == (2, 3, "1f1b")
-        assert [stage["ranks"] for stage in target["stages"]] == [[0], [1]]
-        assert [(note["kind"], note["count"]) for note in report["warnings"]] == [("without_sidecar", 7)] * 2
-
-    def test_communication_belongs_to_nobody(self, tmp_path: Path) -> None:
-        """The sizes are a guess then, and no group may be concluded from them."""
-        write(Scenario("experts", layers=(3, 3), microbatches=4, exposed={"ep": 0.2}), tmp_path / "kineto")
-        as_nsys(tmp_path / "kineto", tmp_path / "nsys")
-        for path in (tmp_path / "nsys").glob("*.json"):
-            path.unlink()
-        (target,) = analyze(tmp_path / "nsys").to_json()["targets"]
-        for stage in target["stages"]:
-            assert {group for group, ms in stage["exposed_ms"].items() if ms is None} == {"tp", "ep", "cp", "dp"}
-            assert stage["exposed_ms"]["unknown"]["mean"] > 0
+        with pytest.raises(NothingToReport, match=r"no \.nsys\.json of its windows lies beside it"):
+            analyze(tmp_path)
 
     def test_metadata_of_another_process_are_not_taken(self, stages: Path) -> None:
-        for path in stages.glob("*.nsys.json"):
-            path.write_text(path.read_text().replace('"pid": 7', '"pid": 8'))
-        assert "without_sidecar" in kinds(analyze(stages).warnings)
+        one, _ = sorted(stages.glob("*.nsys.json"))
+        one.write_text(one.read_text().replace('"pid": 7', '"pid": 8'))
+        report = analyze(stages)
+        assert [(w.kind, w.files) for w in report.warnings] == [("skipped", (sorted(stages.glob("*.sqlite"))[0].name,))]
+        assert [stage.ranks for stage in report.targets[0].stages] == [(1,)]
+
+    def test_a_window_without_them_is_left_out(self, tmp_path: Path) -> None:
+        for step in (5, 6):
+            trace = TraceBuilder(step=step, microbatches=1)
+            begin = 100.0 * step
+            trace.event(f"megaprof/train_actor step={step} pp=0 tp=0 cp=0 ep=0 dp=0", begin, 50)
+            trace.forward(0, begin + 1, 10)
+            trace.backward(0, begin + 20, 10)
+            write_nsys(trace, tmp_path, name="all.sqlite", sidecar=step == 5)
+        report = analyze(tmp_path)
+        assert report.targets[0].steps == (5,)
+        assert [(w.kind, w.steps, w.count) for w in report.warnings] == [("without_sidecar", (6,), 7)]
 
     def test_damaged_metadata_are_said(self, stages: Path) -> None:
         for path in stages.glob("*.nsys.json"):
             path.write_text("[" * 100_000)
-        assert any(w.kind == "skipped" and "nested too deeply" in w.said for w in analyze(stages).warnings)
+        with pytest.raises(NothingToReport, match="nested too deeply"):
+            analyze(stages)
 
 
 class TestWindows:
@@ -173,7 +172,7 @@ class TestWindows:
             trace.forward(0, begin + 1, 10)
             trace.backward(0, begin + 20, 10)
             write_nsys(trace, tmp_path, name="all.sqlite")
-        traces = read_nsys(*recordings_in(tmp_path)[0])
+        traces = traces_in(*recordings_in(tmp_path)[0])
         assert [(t.metadata.pid, t.metadata.steps, len(t.ranges)) for t in traces] == [
             (7, (5, 5), 3),
             (7, (6, 6), 3),
@@ -181,8 +180,8 @@ class TestWindows:
         ]
         assert {trace.metadata.coords.dp for trace in traces} == {0, 1}
 
-    def test_a_killed_process_leaves_a_truncated_window(self, stages: Path) -> None:
-        """nsys ends what was open when the process was killed, all at once."""
+    def test_a_recording_that_ended_first_leaves_a_truncated_window(self, stages: Path) -> None:
+        """nsys ends what was open then, all at once."""
         path = sorted(stages.glob("*.sqlite"))[0]
         ((kill,),) = query(path, "SELECT MAX(end) - 3000000 FROM NVTX_EVENTS")
         edit(
@@ -190,7 +189,7 @@ class TestWindows:
             f"DELETE FROM NVTX_EVENTS WHERE start > {kill}",
             f"UPDATE NVTX_EVENTS SET end = {kill} WHERE end > {kill}",
         )
-        (trace,) = read_nsys(NsysFile(path))
+        (trace,) = traces_in(path)
         assert trace.metadata.truncated
         (target,) = analyze(stages).targets
         assert [w.why.kind for w in target.warnings if w.kind == "left_out"] == ["incomplete"]
@@ -198,7 +197,7 @@ class TestWindows:
     def test_a_range_without_an_end_is_open_too(self, stages: Path) -> None:
         path = sorted(stages.glob("*.sqlite"))[0]
         edit(path, "UPDATE NVTX_EVENTS SET end = NULL WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
-        assert read_nsys(NsysFile(path))[0].metadata.truncated
+        assert traces_in(path)[0].metadata.truncated
 
 
 def query(path: Path, statement: str) -> list[tuple[int, ...]]:
@@ -244,7 +243,7 @@ class TestRefused:
         assert "computed columns" in told(path)
 
     def test_a_query_that_never_ends(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import nsys_tables as tables
+        from megaprof.analysis.trace import nsys as tables
 
         path = sorted(stages.glob("*.sqlite"))[0]
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000)"
@@ -253,7 +252,7 @@ class TestRefused:
         assert "takes longer than any healthy file" in told(path)
 
     def test_more_rows_than_fit(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import nsys_tables as tables
+        from megaprof.analysis.trace import nsys as tables
 
         monkeypatch.setattr(tables, "_ROW_BYTES", 1 << 50)
         assert "more than 0 rows" in told(sorted(stages.glob("*.sqlite"))[0])
@@ -261,7 +260,7 @@ class TestRefused:
     def test_values_of_other_types_are_counted(self, stages: Path) -> None:
         path = sorted(stages.glob("*.sqlite"))[0]
         edit(path, "UPDATE NVTX_EVENTS SET start = 'early' WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
-        (trace,) = read_nsys(NsysFile(path))
+        (trace,) = traces_in(path)
         assert [(w.kind, w.count) for w in trace.warnings] == [("events_left_out", 1)]
 
     def test_nothing_is_written_and_no_journal_is_left(self, stages: Path) -> None:
@@ -319,7 +318,7 @@ def test_annotations_in_a_window_are_kept(tmp_path: Path) -> None:
     trace.forward(0, 0, 10)
     trace.event("megaprof/role/ref", 12, 3)
     write_nsys(replace(trace), tmp_path)
-    (read,) = read_nsys(*recordings_in(tmp_path)[0])
+    (read,) = traces_in(*recordings_in(tmp_path)[0])
     assert [r.name.label for r in read.ranges] == ["train_actor", "forward", "role/ref"]
 
 

@@ -75,8 +75,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"{n.said or 'their time, type or place cannot be true'}"
     ),
     "without_sidecar": lambda n: (
-        f"{n.files[0]}: no .nsys.json of process {n.count} lies beside it for {steps(n.steps)}: microbatches, layers "
-        "and sizes are what its ranges show"
+        f"{n.files[0]}: {steps(n.steps)} of process {n.count} are left out, because no .nsys.json lies beside the file "
+        "for them: megaprof writes one for each window into --profile-dir when it closes"
     ),
     # kernels and passes of a call that are missing
     "no_kernels": lambda n: f"the model ran on a GPU, and the file holds none of its kernels: {n.said}",

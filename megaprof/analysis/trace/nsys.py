@@ -1,5 +1,9 @@
-"""Reads the tables of a file of Nsight Systems, and fills the columns of `trace.columns` from them, for each process in
-it. Reports (``.nsys-rep``) are exported to SQLite with this machine's ``nsys``, once per report, next to it.
+"""Reads files of Nsight Systems: fills the columns of `trace.columns` from their tables, for each process, and makes a
+`Trace` of every window of ours. Reports (``.nsys-rep``) are exported to SQLite with this machine's ``nsys``, once per
+report, next to it.
+
+Times are wall-clock nanoseconds: ``utcEpochNs`` of the session plus an event's own time. They are comparable between
+the ranks of one host. The ``.nsys.json`` of a window, which is found by host, process and step, has its metadata.
 
 A SQLite file of any origin is opened in such a way that it can do no harm: read-only and immutable, without extensions.
 Only plain tables are read, because a view or a virtual table is a program. A query that takes longer than a healthy
@@ -13,8 +17,10 @@ import shutil
 import sqlite3
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,13 +28,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LONGEST, Events, Numbered
+from megaprof.analysis.notes import Note
+from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events, Numbered
 from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
+from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, within
 from megaprof.formats import ranges
 from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
-from megaprof.formats.names import temporary_path
+from megaprof.formats.metadata import Metadata, read_sidecar, sidecars
+from megaprof.formats.names import parse_artifact_name, sanitise, temporary_path
+from megaprof.parallel.topology import AXES
 
-SQLITE, REPORT = ".sqlite", ".nsys-rep"
+SUFFIXES = SQLITE, REPORT = ".sqlite", ".nsys-rep"
+_NO_RANGES = "it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx"
+_NO_METADATA = "no .nsys.json of its windows lies beside it: megaprof writes one for each into --profile-dir"
+#: What steps are called in recordings by others (GLOB).
+_LIKE_STEPS = "*[Ss][Tt][Ee][Pp]*", "*[Ii][Tt][Ee][Rr]*"
 #: The least seconds that an export may take, and the bytes for which it may take one second more.
 _EXPORT_SECONDS, _EXPORTED_A_SECOND = 600.0, 500_000
 _MAGIC = b"SQLite format 3\0"
@@ -55,7 +70,7 @@ _TIMES = ("start", "end", "correlationId")
 #: The ``copyKind`` of a copy between devices (``CUPTI_ACTIVITY_MEMCPY_KIND_PTOP``), and what Kineto calls it.
 _PEER_TO_PEER, _BETWEEN_DEVICES = 10, "Memcpy PtoP"
 #: The table of ranges, and its columns.
-RANGES = ("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid")
+_RANGES = ("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid")
 #: The values of `eventType` for push/pop and start/end ranges.
 _RANGE_EVENTS = "(59, 60)"
 
@@ -190,9 +205,9 @@ def is_time(value: object) -> bool:
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
-def events_in(tables: Tables, patterns: Sequence[str], *, gpu: bool = True) -> dict[int, Events]:
+def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     """Returns the events of every process, by its number on its host: ranges whose names match one of ``patterns``
-    (GLOB), and, with ``gpu``, activities of the GPU with the calls that launched them. Raises Undecodable."""
+    (GLOB), and activities of the GPU with the calls that launched them. Raises Undecodable."""
     base: Any = None
     session = "TARGET_INFO_SESSION_START_TIME", "utcEpochNs"
     if tables.has(*session):
@@ -220,7 +235,7 @@ def events_in(tables: Tables, patterns: Sequence[str], *, gpu: bool = True) -> d
     found = np.array(rows, dtype=np.int64).reshape(-1, 5)
     number = found[:, 1:3].astype(np.int32)
     put(found[:, 0], ANNOTATION, name=number[:, 0], thread=number[:, 1], spans=found[:, 3:])
-    for table, category, of_name in (*_ACTIVITIES, (_LAUNCHES, "cuda_runtime", "nameId")) if gpu else ():
+    for table, category, of_name in (*_ACTIVITIES, (_LAUNCHES, "cuda_runtime", "nameId")):
         on_host = table == _LAUNCHES
         identity = "globalTid" if on_host else "globalPid"
         if not tables.has(table, *_TIMES, identity):
@@ -258,7 +273,7 @@ def events_in(tables: Tables, patterns: Sequence[str], *, gpu: bool = True) -> d
 
 def _ranges(tables: Tables, patterns: Sequence[str]) -> Iterator[tuple[Any, Any, bool, Any, str]]:
     """Yields start and end of every range, whether it was open when the recording ended, its thread and its name."""
-    if not tables.has(*RANGES):
+    if not tables.has(*_RANGES):
         return
     name = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
     registered = " OR ".join("value GLOB ?" for _ in patterns)
@@ -304,3 +319,128 @@ def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
         return {}
     rows = tables.rows("SELECT id, value FROM StringIds")
     return {number: name for number, name in rows if number in wanted_numbers and isinstance(name, str)}
+
+
+class NsysFile:
+    """One file. Raises Undecodable, and OSError if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: an export, or a report, which is exported first."""
+        self._path = exported(path)
+        self._read: dict[Path, Metadata] = {}
+        self._notes: list[Note] = []
+        self._sidecars = [
+            (name, each) for each in sidecars(self._path.parent) if (name := parse_artifact_name(each.name))
+        ]
+        with opened(self._path) as tables:
+            has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
+            hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
+            self._host = next((name for (name,) in hosts if isinstance(name, str) and name), None)
+            self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
+            self._has_ranges = tables.has(*_RANGES)
+            if not self._has_ranges and not tables.has("TARGET_INFO_SESSION_START_TIME"):
+                raise Undecodable(_NO_RANGES)
+            self.processes = _events_in(tables, (f"{ranges.PREFIX}*", *_LIKE_STEPS))
+            """The events of each process."""
+
+    def traces(self) -> list[Trace]:
+        """Returns megaprof's windows, in order of process and time, and forgets the events; none if no range is of a
+        step of ours, and then keeps them."""
+        if not self._has_ranges:
+            raise Undecodable(_NO_RANGES)
+        if not any(map(names_a_step, self.processes.values())):
+            return []
+        broken = sum(events.impossible[ANNOTATION] for events in self.processes.values())
+        traces = [trace for pid in sorted(self.processes) for trace in self._of_process(pid, self.processes.pop(pid))]
+        if not traces:
+            raise Undecodable("; ".join([_NO_METADATA, *(f"{note.files[0]}: {note.said}" for note in self._notes)]))
+        if broken:
+            self._notes.append(Note("events_left_out", files=(self._path.name,), count=broken))
+        return [replace(traces[0], warnings=tuple(self._notes)), *traces[1:]]
+
+    def _of_process(self, pid: int, events: Events) -> Iterator[Trace]:
+        traced = [TracedRange(*meant) for meant in events.meant(ranges.parse, events.take(ANNOTATION))]
+        if not (windows := self._windows(pid, traced)):
+            return
+        # A process that ended with open ranges: they have no end, or all have the end of the process.
+        cut_ends = events.cut | {end for end, count in Counter(each.end for each in traced).items() if count > 1}
+        gpu, *_ = activities(events, None)
+        for number, (metadata, outermost) in enumerate(windows):
+            if not metadata.truncated and outermost[-1].end in cut_ends:
+                metadata = replace(metadata, truncated=True, truncated_reason="the recording ended inside it")
+            begin = windows[number - 1][1][-1].end if number else -LONGEST
+            end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
+            window_gpu = gpu.rows((gpu.launched >= begin) & (gpu.launched < end))
+            has_kernels = bool(window_gpu.kernel.any())
+            why_none = without_kernels(metadata, 0, has_gpu=self._has_gpu, nsys=True)
+            yield Trace(
+                path=self._path,
+                metadata=metadata,
+                ranges=tuple(within(traced, outermost[0].start, outermost[-1].end)),
+                gpu=window_gpu if has_kernels else None,
+                unseen=without_times(window_gpu) if has_kernels else why_none,
+                knows_collectives=has_kernels,
+                part=Part(pid, begin, end),
+                base=events.base,
+            )
+
+    def _windows(self, pid: int, traced: Sequence[TracedRange]) -> list[tuple[Metadata, list[TracedRange]]]:
+        """Returns the metadata of each window of a process, with its outermost ranges. Notes which steps have none."""
+        windows: list[tuple[Metadata, list[TracedRange]]] = []
+        reach, bare_steps = -LONGEST, set[int]()
+        for outer in traced:
+            step = outer.name.fields.get("step")
+            if step is None or outer.end <= reach or outer.start < reach:
+                continue
+            reach = outer.end
+            metadata = self._metadata(pid, outer.name, step)
+            if metadata is None:
+                bare_steps.add(step)
+            elif windows and windows[-1][0] is metadata:
+                windows[-1][1].append(outer)
+            else:
+                windows.append((metadata, [outer]))
+        if bare_steps:
+            steps = tuple(sorted(bare_steps))
+            self._notes.append(Note("without_sidecar", files=(self._path.name,), steps=steps, count=pid))
+        return windows
+
+    def _metadata(self, pid: int, outer: ranges.RangeName, step: int) -> Metadata | None:
+        """Returns the metadata of this host and process for the window with a step's range; None without any."""
+        coordinates = [outer.fields.get(axis) for axis in AXES]
+        for name, path in self._sidecars:
+            if name.target != sanitise(outer.label) or name.step > step:
+                continue
+            if [getattr(name.place, axis) for axis in AXES] != coordinates:
+                continue
+            if path not in self._read:
+                try:
+                    self._read[path] = read_sidecar(path)
+                except (OSError, ValueError) as fault:
+                    if (note := Note("skipped", files=(path.name,), said=str(fault))) not in self._notes:
+                        self._notes.append(note)
+                    continue
+            metadata = self._read[path]
+            if metadata.pid != pid or self._host not in (None, metadata.host):
+                continue
+            if metadata.target == outer.label and metadata.steps[0] <= step <= metadata.steps[1]:
+                return metadata
+        return None
+
+
+def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
+    """Yields all events of one process in one window, in Chrome's format. ``base``: when the session began, in
+    nanoseconds since the epoch. Raises Undecodable and OSError."""
+    with opened(path) as tables:
+        events = _events_in(tables, ["*"])[part.pid]
+    for category in (ANNOTATION, *LAUNCHES, KERNEL, *COPIES):
+        columns = events.take(category)
+        start = columns.spans[:, 0] + base
+        columns = columns.rows((start >= part.begin) & (start < part.end))
+        for name, thread, (start_ns, end_ns) in zip(
+            columns.name.tolist(), columns.thread.tolist(), columns.spans.tolist(), strict=True
+        ):
+            yield {
+                **{"ph": "X", "cat": category, "name": events.names[name], "pid": part.pid},
+                **{"tid": events.threads[thread][1], "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000},
+            }
