@@ -14,7 +14,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "An MCP client starts this command and talks to it on its standard input and output; docs/scripts.md says how "
-        "to add it to a client. Its tools are report, what_if, diff, simulate, status and trigger. It opens no port "
+        "to add it to a client. Its tools are report, what_if, diff, status and trigger. It opens no port "
         "and writes no file; trigger makes a running job write its captures."
     )
     parser.add_argument(

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from functools import lru_cache, partial
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
@@ -27,9 +26,8 @@ from pydantic import BaseModel, Field
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
-from megaprof.analysis.simulation import simulate
 from megaprof.analysis.trace.reading import RECORDINGS
-from megaprof.cli import COMMANDS, CommandError, Parser, UsageError, in_a_line, parser_of
+from megaprof.cli import COMMANDS, CommandError, UsageError, in_a_line, parser_of
 from megaprof.cli import status as job_status
 from megaprof.cli.diff import comparison
 from megaprof.cli.look import look_at
@@ -38,7 +36,6 @@ from megaprof.cli.trigger import prepare
 from megaprof.cli.what_if import CHOICES, answer_to, in_words
 from megaprof.formats.inputs import RemotePath, files_below
 from megaprof.formats.phrases import counted, json_of
-from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 
 INSTRUCTIONS = f"""Which pipeline stage of a Megatron-Core training run is slow, why, and what to change.
@@ -64,16 +61,13 @@ PAGES = {
 _TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
-#: The most passes that are replayed; more would keep the server busy.
-_MOST_PASSES = 200_000
-_Times = list[list[float | list[float]]]
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
 
 
 def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
     """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
-    report = _report(directory, run)
+    report = _report(directory, run, _stamp(directory))
     headline = [*filter(None, [report.of_several])]
     for target in report.targets:  # as in the table that begins a report on many targets
         imbalance = "" if target.imbalance is None else f"; imbalance {ratio(target.imbalance)}"
@@ -87,7 +81,8 @@ def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
 def of_change(given: argparse.Namespace) -> dict[str, Any]:
     """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
     choices = {name: getattr(given, name) for name in CHOICES}
-    answer = answer_to(_report(given.dir, given.run), choices, given.target, given.role)
+    report = _report(given.dir, given.run, _stamp(given.dir))
+    answer = answer_to(report, choices, given.target, given.role)
     return {"headline": in_words(answer), **msgspec.json.decode(json_of(answer))}
 
 
@@ -100,50 +95,22 @@ def of_status(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def of_simulation(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the result of `megaprof.simulate` as JSON. Raises UsageError."""
-    options = {name: getattr(given, name) for name in signature(simulate).parameters}
-    kinds = sum(options[f"{kind}_ms"] is not None for kind in ("forward", "backward", "weight"))
-    passes = given.microbatches * sum(map(len, given.forward_ms)) * kinds
-    if passes > _MOST_PASSES:
-        raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
-    try:
-        simulation = simulate(**options)
-    except ValueError as mistake:
-        raise UsageError(str(mistake)) from None
-    return {
-        "step_ms": simulation.step_ms,
-        "bubble_fraction": list(simulation.bubble_fraction),
-        "stage_ms": list(simulation.stage_ms),
-        "schedule": simulation.schedule._asdict(),
-        "events": [
-            {name: getattr(event, name) for name in ("stage", "chunk", "microbatch", "phase", "start_ms", "end_ms")}
-            for event in simulation.events
-        ],
-    }
-
-
-def _report(directory: Path, run: int | None) -> Report:
-    """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
-    read again only if a file has changed."""
-    stamp = _stamp(directory)
-    return _cached_report(directory, run, stamp) if stamp else report_on(directory, run)
-
-
 @lru_cache(maxsize=2)
-def _cached_report(directory: Path, run: int | None, stamp: Hashable) -> Report:
+def _report(directory: Path, run: int | None, stamp: Hashable) -> Report:
+    """Returns the report on a directory. Agents ask for the parts of one report one after the other, so it is kept, and
+    read again only if its `_stamp` is another one."""
     return report_on(directory, run)
 
 
 def _stamp(path: Path) -> Hashable:
-    """Returns a value that changes when a file is written; None if that cannot be known. Raises Unanswerable."""
-    if isinstance(path, RemotePath):
-        return None
+    """Returns a value that changes when a file is written, or always where that cannot be seen. Raises Unanswerable."""
     try:
-        files = files_below(path, RECORDINGS) if path.is_dir() else [path]
-        return frozenset((str(file), status.st_size, status.st_mtime_ns) for file in files if (status := file.stat()))
+        if not isinstance(path, RemotePath):
+            files = files_below(path, RECORDINGS) if path.is_dir() else [path]
+            return frozenset((str(each), stat.st_size, stat.st_mtime_ns) for each in files if (stat := each.stat()))
     except OSError:
-        return None
+        pass  # reading it says what is wrong
+    return object()
 
 
 def page(name: str) -> str:
@@ -190,11 +157,6 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.Namespace], Any] | None, str]] =
         lambda given: msgspec.to_builtins(comparison(given.before, given.after)),
         "It compares the prediction with the result, too. Parts: targets/0/stages, targets/0/stages/pp=3",
     ),
-    "simulate": (
-        "forward_ms microbatches backward_ms schedule p2p_ms microbatch_group_size rendezvous weight_ms part",
-        of_simulation,
-        "It needs no files. Parts: events, events/0:50",
-    ),
     "status": (
         "dir role part",
         of_status,
@@ -218,10 +180,8 @@ class Consent(BaseModel):
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     tools: list[Tool] = []
     for name, (names, answer, text) in _TOOLS.items():
-        command = name.replace("_", "-")
-        parser = parser_of(command) if command in COMMANDS else Parser(f"megaprof {command}", _SIMULATE)
-        for argument, keywords in (_PART if command in COMMANDS else _SIMULATION | _PART).items():
-            parser.add_argument(f"--{argument}", **keywords)
+        parser = parser_of(name.replace("_", "-"))
+        parser.add_argument("--part", default="", help="a part by its path; empty: the summary")
         parser.set_defaults(allowed=allow_trigger)
         parser.error = _refuse  # type: ignore[method-assign]
         made = _CommandTool.from_function(
@@ -278,7 +238,7 @@ class _CommandTool(Tool):
         properties: dict[str, dict[str, Any]] = {}
         for name, action in self.taken.items():
             properties[name] = {
-                **msgspec.json.schema(bool if action.nargs == 0 else _TYPES.get(action.type, str)),
+                **msgspec.json.schema(action.type if action.type in (int, float) else str),
                 "description": (action.help or "") % vars(action),
             }
             if action.default is not None:
@@ -296,52 +256,15 @@ class _CommandTool(Tool):
         if given.keys() - self.taken or set(self.required) - given.keys():
             taken = ", ".join(f"{name} (required)" if name in self.required else name for name in self.taken)
             raise UsageError(f"it takes {taken}; given: {', '.join(given) or 'nothing'}")
-        options = []
-        for name, text in given.items():
-            for option in self.taken[name].option_strings[:1]:
-                if self.taken[name].nargs != 0:
-                    options.append(f"{option}={text}")
-                elif text == "true":
-                    options.append(option)
-        places = [given[name] for name, action in self.taken.items() if not action.option_strings]
-        namespace: argparse.Namespace = self.parser.parse([*options, *(["--", *places] if places else [])])
+        named = {name: action.option_strings[0] for name, action in self.taken.items() if action.option_strings}
+        options = [f"{named[name]}={text}" for name, text in given.items() if name in named]
+        places = [given[name] for name in self.taken if name not in named]  # these are all required
+        namespace: argparse.Namespace = self.parser.parse([*options, "--", *places])
         return namespace
 
 
 def _refuse(message: str) -> NoReturn:
     raise UsageError(message)
-
-
-def _times(text: str) -> _Times:
-    try:
-        return msgspec.json.decode(text, type=_Times)
-    except msgspec.MsgspecError as fault:
-        raise argparse.ArgumentTypeError(str(fault)) from None
-
-
-#: The type of an argument in JSON, by what reads it on a command line; for all others, text.
-_TYPES: dict[Any, Any] = {int: int, float: float, _times: _Times}
-_PART: dict[str, dict[str, Any]] = {"part": {"default": "", "help": "a part by its path; empty: the summary"}}
-#: `megaprof.simulate`, which no command runs, and its arguments.
-_SIMULATE = (
-    "replay one step of a pipeline schedule from plain times, in Megatron's own order, as megaprof.simulate does"
-)
-_SIMULATION: dict[str, dict[str, Any]] = {
-    "forward_ms": {
-        **{"type": _times, "required": True},
-        "help": "milliseconds by [stage][chunk]: one number, or one per microbatch",
-    },
-    "microbatches": {"type": int, "required": True, "help": "microbatches per step"},
-    "backward_ms": {"type": _times, "help": "the same for backwards (default: forward only)"},
-    "schedule": {"help": f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} (default: Megatron's choice)"},
-    "p2p_ms": {"type": float, "default": 0.0, "help": "milliseconds of one transfer between stages"},
-    "microbatch_group_size": {"type": int, "help": "for the interleaved schedule"},
-    "rendezvous": {"action": "store_true", "help": "both ends of an exchange wait for each other"},
-    "weight_ms": {
-        "type": _times,
-        "help": f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that computes weight gradients",
-    },
-}
 
 
 def _reading(answer: Callable[[argparse.Namespace], Any]) -> Callable[[Any], CallToolResult]:

@@ -42,7 +42,7 @@ from tests.control import places
 from tests.control.control_jobs import running
 
 Talk = Callable[[Client], Awaitable[Any]]
-TOOLS = {"report", "what_if", "diff", "simulate", "status", "trigger"}
+TOOLS = {"report", "what_if", "diff", "status", "trigger"}
 
 
 def talk(log: Path, conversation: Talk, *options: str, **client: Any) -> Any:
@@ -113,8 +113,6 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
             **{"type": "integer", "default": STEPS},
             "description": f"number of steps (default: {STEPS})",
         }
-        assert schemas["simulate"]["properties"]["forward_ms"]["items"]["type"] == "array"
-        assert schemas["simulate"]["properties"]["rendezvous"]["type"] == "boolean"
 
         summary = await call(client, "report", dir=before)
         assert summary["headline"][0].startswith("train_actor: layers of stage 0 (")
@@ -137,7 +135,7 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
         layouts = await call(client, "report", dir=before, part="targets/0/what_if/candidates")
         assert layouts == reports[before]["targets"][0]["what_if"]["candidates"]
 
-        changed = await call(client, "what_if", dir=before, layout="4,4", microbatches=8)
+        changed = await call(client, "what_if", dir=before, layout="4,4", microbatches=8.0)
         assert changed["prediction"] == change["prediction"]
 
         compared = await call(client, "diff", before=before, after=after)
@@ -146,14 +144,6 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
             await call(client, "diff", before=before, after=after, part="targets/0/stages")
             == (difference["targets"][0]["stages"])
         )
-
-        replayed = await call(client, "simulate", forward_ms=[[1.0]] * 2, backward_ms=[[2.0]] * 2, microbatches=4.0)
-        assert (replayed["step_ms"], replayed["schedule"]["name"]) == (15.0, "1f1b")
-        arguments = {"forward_ms": [[[1, 2]], [1]], "microbatches": 2, "part": "events/3"}
-        assert await call(client, "simulate", **arguments) == {
-            **{"stage": 1, "chunk": 0, "microbatch": 1, "phase": "forward"},
-            **{"start_ms": 3.0, "end_ms": 4.0},
-        }
 
     ask(conversation)
 
@@ -305,8 +295,6 @@ FAULTS: list[tuple[str, dict[str, Any], list[str] | None]] = [
     ("trigger", {"dir": "nowhere", "target": "x"}, ["trigger", "nowhere", "--target", "x"]),
     ("trigger", {"dir": "job", "target": "x"}, ["trigger", "job", "--target", "x"]),
     ("trigger", {"dir": "job", "target": "evaluate", "steps": 0}, ["trigger", "job", "--target", "evaluate"]),
-    ("simulate", {"forward_ms": [[1], [1, 2]], "microbatches": 4}, None),
-    ("simulate", {"forward_ms": [[1]] * 4, "microbatches": 10**8}, None),
     ("report", {"place": "traces"}, None),
     ("report", {"dir": "traces", "run": "x"}, None),
 ]
@@ -321,7 +309,6 @@ FAULTS: list[tuple[str, dict[str, Any], list[str] | None]] = [
         ("trigger", {"dir": "job", "target": "train_actor", "allowed": True}, ["allowed", "target (required)"]),
         ("trigger", {"given": {"allowed": True}}, ["given", "target (required)"]),
         ("diff", {"before": "a"}, ["after"]),
-        ("simulate", {"forward_ms": [[1.0]], "microbatches": 0}, ["microbatches"]),
         ("trigger", {"dir": "job", "what": "x"}, ["what", "target (required)"]),
     ],
 )
