@@ -61,6 +61,8 @@ PAGES = {
 _TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
+#: An argument of tools only; commands have no such option.
+_PART = "--part"
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
 
@@ -181,7 +183,7 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     tools: list[Tool] = []
     for name, (names, answer, text) in _TOOLS.items():
         parser = parser_of(name.replace("_", "-"))
-        parser.add_argument("--part", default="", help="a part by its path; empty: the summary")
+        parser.add_argument(_PART, default="", help="a part by its path; empty: the summary")
         parser.set_defaults(allowed=allow_trigger)
         parser.error = _refuse  # type: ignore[method-assign]
         made = _CommandTool.from_function(
