@@ -74,13 +74,10 @@ class Process:
         """The sessions (`megaprof.capture.session.Session`) whose hooks are installed, in the order of installation."""
         self.window: OpenWindow | None = None
         """The open window; None if there is none. Kineto holds one session, so a process has at most one window."""
-        self.prepared: tuple[object, Sequence[Recorder]] | None = None
-        """The recorders that were prepared after the last call, for the next one, and before them the session that they
-        belong to; None if none were. The next call of the process uses or discards them."""
         self.thread: int | None = None
-        """The thread that opened the window or prepared the recorders. Only that thread can end them."""
+        """The thread that opened the last window. Only that thread can close it."""
         self.disturbed = False
-        """True if a window closed, or prepared recorders were discarded, since the last call that was recorded."""
+        """True if a window closed since the last call that was recorded."""
         self.capturers: list[Any] = []
         """The sessions that captured a window, including removed ones, in the order of their last windows."""
         self.repeats: dict[str, int] = {}

@@ -245,7 +245,7 @@ def leave(session: Session) -> None:
     thread can do it. Only that thread can close the window, and not while it captures a CUDA graph."""
     if session.removed.is_set():
         return
-    opener = None if process.window is None and process.prepared is None else process.thread
+    opener = None if process.window is None else process.thread
     training = {process.dispatcher.inside, opener} & set(sys._current_frames())
     if training - {threading.get_ident()} or capturing():
         process.asked.append((partial(_leave, session), False))
@@ -321,7 +321,7 @@ def _forget() -> None:
     in_forked_child(recording=process.window is not None)
     for of_parent in (process.sessions, process.capturers, process.answers, process.asked):
         of_parent.clear()
-    process.window = process.prepared = None
+    process.window = None
     process.disturbed = False
     process.termination.reset()
 
