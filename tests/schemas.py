@@ -26,7 +26,7 @@ from megaprof.cli.status import StatusAnswer
 from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.control.request import Outcome
 from megaprof.export.parquet import ExportAnswer
-from megaprof.foreign.report import Foreign
+from megaprof.foreign import Foreign
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune.tuning import Tuning
 

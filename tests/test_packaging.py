@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules that need a trainer when they are imported: nobody imports them before a tool is chosen, or a demo starts.
 NEED_TORCH = {"megaprof.recorders.memory", "megaprof.recorders.torch_profiler", "megaprof.testing"}
 #: Extras that a user asks for. The others are for working on megaprof.
-FOR_USERS = ("", "train", "report", "export", "completion", "mcp", "ui")
+FOR_USERS = ("", "train", "report", "export", "mcp", "ui")
 #: Hosts, which are there wherever the code that imports them runs.
 HOSTS = {"swift"}
 #: What a package is called where it is imported, if not what it is called where it is installed from.

@@ -26,7 +26,6 @@ from megaprof.version import __version__
 
 #: The module of each command, and what the command does.
 COMMANDS = {
-    "completion": ("cli.completion", "print a shell script that completes megaprof's commands and options"),
     "demo": ("demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("cli.diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet file, for a query engine"),
@@ -53,7 +52,7 @@ _EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
     **dict.fromkeys(("megatron", "torch"), "train"),
     **dict.fromkeys(("starlette", "uvicorn"), "ui"),
-    **{"mcp": "mcp", "pyarrow": "export", "shtab": "completion"},
+    **{"mcp": "mcp", "pyarrow": "export"},
 }
 
 

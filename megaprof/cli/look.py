@@ -180,16 +180,18 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    complaints = [slow_sentence(view.slow)] if view.slow else []
-    complaints += [cores_sentence(view.waits)] if view.waits else []
-    complaints += [host_sentence(view.host_bound)] if view.host_bound else []
+    complaints = []
+    if (slow := view.slow) is not None:
+        compute, whose = ("computes", "its") if len(slow.ranks) == 1 else ("compute", "their")
+        who = f"{capital(ranks(sorted(slow.ranks)))} (stage {slow.stage})"
+        complaints.append(f"{who} {compute} {slow.ratio:.1f} times as long as {whose} peers.")
+    if view.waits:
+        complaints.append(cores_sentence(view.waits))
+    if (waits := view.host_bound) is not None:
+        least = "at least " * (len(waits.stages) > 1)
+        share = f"{least}{waits.passes:.0%} of the passes of {stages(sorted(waits.stages))}"
+        complaints.append(f"The GPU waits for its host in {share}: a capture shows what that costs.")
     return " ".join(complaints) or None
-
-
-def slow_sentence(slow: SlowRanks) -> str:
-    several = len(slow.ranks) > 1
-    who = f"{capital(ranks(sorted(slow.ranks)))} (stage {slow.stage}) compute{'s' * (not several)}"
-    return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
 def cores_sentence(waits: Mapping[int, float]) -> str:
@@ -201,12 +203,6 @@ def cores_sentence(waits: Mapping[int, float]) -> str:
     who = f"{capital(ranks(named))} wait{'s' * (not several)}"
     why = "something else runs on the cores, or there are more ranks than cores"
     return f"{who} for a processor core, {longest}for {most:.0%} of the time: {why}."
-
-
-def host_sentence(waits: HostBound) -> str:
-    least = "at least " * (len(waits.stages) > 1)
-    share = f"{least}{waits.passes:.0%} of the passes of {stages(sorted(waits.stages))}"
-    return f"The GPU waits for its host in {share}: a capture shows what that costs."
 
 
 def waiting_clauses(view: View) -> Iterator[str]:

@@ -181,7 +181,15 @@ def answer(view: View) -> StatusAnswer:
 
 def in_words(view: View) -> list[str]:
     """Returns the ranks, the progress and the problems of a job, one sentence per line, without the table."""
-    return [silence(view)] if view.state == "ended" else [*_headline(view), *_said(view)]
+    if view.state == "ended":
+        return [silence(view)]
+    problems = [*filter(None, [verdict(view)]), *(f"! {clause}" for clause in waiting_clauses(view))]
+    hang = _collectives(view)
+    if hang is not None and (hang.culprits or hang.held_up or hang.unended):
+        problems += of_hang.sentences(hang)
+    if view.state == "died":
+        problems += ending_sentences(view)
+    return [*_headline(view), *([""] if problems else []), *problems]
 
 
 def _headline(view: View) -> Iterator[str]:
@@ -225,16 +233,6 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
     if takes and every and every > takes:
         clauses.append(f"{percent(1.0 - takes / every)} lies outside of the schedule")
     return f", {', '.join(clauses)} (medians)" if clauses else ""
-
-
-def _said(view: View) -> Iterator[str]:
-    lines = [*filter(None, [verdict(view)]), *(f"! {clause}" for clause in waiting_clauses(view))]
-    hang = _collectives(view)
-    if hang is not None and (hang.culprits or hang.held_up or hang.unended):
-        lines += of_hang.sentences(hang)
-    if view.state == "died":
-        lines += ending_sentences(view)
-    yield from ("", *lines) if lines else ()
 
 
 def _collectives(view: View) -> Hang | None:

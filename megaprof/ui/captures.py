@@ -80,6 +80,12 @@ class Place:
     def id(self) -> str:
         return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """Addresses and titles of its other pages."""
+        others = (f"/capture/{self.id}/what-if", "What if"), (f"/compare?a={self.id}", "Compare")
+        return ("/", "All captures"), *others, *([(f"/live/{self.id}", "Live")] if self.job else [])
+
     @cached_property
     def identity(self) -> str:
         """A digest of its files: it changes when one of them does."""
@@ -218,7 +224,7 @@ class KeptCaptures:
         and for a job, whose state changes even if its files do not."""
         return None if place.job else self._briefs.get(place.identity)
 
-    async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
+    async def get(self, place: Place) -> Capture:
         """Returns a capture. If it has not been read yet, or is being read, waits for that. Raises Unanswerable."""
         if place.outside is not None:
             raise Unanswerable(f"it holds a link that leads out of the directory that is served: {place.outside}")
@@ -230,7 +236,7 @@ class KeptCaptures:
             raise Unanswerable(why)
         read = self._reads.get(identity) or self._awaited.get(place.path)
         if read is None:
-            read = self._reads[identity] = asyncio.create_task(self._read(identity, place.path, links, last))
+            read = self._reads[identity] = asyncio.create_task(self._read(identity, place, last))
             read.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen even if no one waits
         if identity in self._reads:
             self._reads.move_to_end(identity)
@@ -241,11 +247,9 @@ class KeptCaptures:
         self._awaited.pop(place.path, None)
         return read.result()
 
-    async def _read(
-        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill, float] | None
-    ) -> Capture:
+    async def _read(self, identity: str, place: Place, last: tuple[Standstill, float] | None) -> Capture:
         try:
-            capture = await asyncio.wrap_future(self._submit(path, links, last))
+            capture = await asyncio.wrap_future(self._submit(place.path, place.links, last))
         except Unanswerable as fault:
             self._briefs[identity] = str(fault)
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,25 +21,11 @@ from megaprof.control.directory import NoJob, find_job
 from megaprof.control.request import Requester, requester_for
 from megaprof.formats.phrases import counted
 
-#: The most looks at a job that are remembered.
-MOST_POINTS = 1200
 #: The fewest seconds between two looks.
 _LEAST_SECONDS = 1.0
 #: Seconds for which a page waits for a look: reading the statuses of thousands of ranks takes a few.
 PATIENCE = 5.0
 _SLOWEST = 8
-
-
-@dataclass(frozen=True)
-class Point:
-    """A point of the curves: one look at the job."""
-
-    at: float
-    """Wall-clock seconds."""
-    run: str
-    """The run's random name; a job that is started again gets another one."""
-    step_ms: float | None
-    imbalance: float | None
 
 
 @dataclass(frozen=True)
@@ -53,8 +38,6 @@ class CaptureProgress:
 
 @dataclass(frozen=True)
 class Now:
-    at: float
-    """Wall-clock seconds."""
     state: str
     """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, ``absent`` if there is no job, or ``unseen`` before the
     first look."""
@@ -64,7 +47,6 @@ class Now:
     """The problem in a sentence; None if there is none."""
     waiting: tuple[str, ...] = ()
     """The ranks that the others wait for, one clause per rank; then where a job stood that has died."""
-    history: tuple[Point, ...] = ()
     capture: CaptureProgress | None = None
     """The last capture that was requested here; None before the first one."""
 
@@ -120,34 +102,29 @@ class Kept(Generic[Found]):
 
 
 class LiveJob:
-    """One job, or a role's part of it: the last looks at it, and the capture that was requested last."""
+    """One job, or a role's part of it: the last look at it, and the capture that was requested last."""
 
     def __init__(self, directory: Path, role: str | None) -> None:
         self._directory, self._role = directory, role
-        self._history: deque[Point] = deque(maxlen=MOST_POINTS)
         self._looks = Kept(self._look, lambda now: now.every)
         self._capture: CaptureProgress | None = None
         self._capturing: asyncio.Task[None] | None = None
 
     async def now(self) -> Now:
         """Returns a look that is as fresh as the job's statuses, or the previous one if looking takes long."""
-        now = await self._looks.get(PATIENCE) or Now(time.time(), "unseen")
-        return replace(now, history=tuple(self._history), capture=self._capture)
+        return replace(await self._looks.get(PATIENCE) or Now("unseen"), capture=self._capture)
 
     def _look(self) -> Now:
-        at = time.time()
         try:
             job = find_job(self._directory, self._role)
             view = look_at(job, patient=False)
         except NoJob as fault:
-            return Now(at, "absent", absent=str(fault))
+            return Now("absent", absent=str(fault))
         if view.silence is None and job.starting(view.statuses):
-            return Now(at, "starts", view=view)
-        if view.state in ("runs", "hangs"):
-            self._history.append(Point(at, job.run.run, view.summary.step_ms, view.summary.imbalance))
+            return Now("starts", view=view)
         standstills = [view.standstill] if view.state == "died" and view.standstill is not None else []
         clauses = *waiting_clauses(view), *(finding.text for finding in standstill_findings(standstills))
-        return Now(at, view.state, None, view, verdict(view), clauses)
+        return Now(view.state, None, view, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:
         """Requests a capture, and returns as soon as the request is written. Raises NoJob and Refused."""

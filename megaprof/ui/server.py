@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -29,8 +30,6 @@ from megaprof.analysis.report import diff as differences
 from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.drawn import polylines
-from megaprof.analysis.report.text import words
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import look
@@ -40,7 +39,7 @@ from megaprof.formats.phrases import Unanswerable
 from megaprof.ui import what_if
 from megaprof.ui.captures import Capture, KeptCaptures, Listing, Place, look_below
 from megaprof.ui.guard import NAMES, guard
-from megaprof.ui.live import Kept, LiveJob, Now, Point, state_of
+from megaprof.ui.live import Kept, LiveJob, state_of
 from megaprof.ui.what_if import answer
 
 #: Seconds for which a listing is reused, after which a waiting page is shown, and after which that page asks again.
@@ -78,7 +77,7 @@ class Pages:
         which the job stood still, for the live page of a job that has ended."""
         place = await self._place(request)
         try:
-            briefs: object = (await self._captures.get(place, links_of(place))).briefs
+            briefs: object = (await self._captures.get(place)).briefs
         except Unanswerable as fault:
             briefs = str(fault)
         return HTMLResponse(render("brief.html", place=place, briefs=briefs, whole="whole" in request.query_params))
@@ -101,7 +100,7 @@ class Pages:
         """Answers the script with the parts of the page that change."""
         place = await self._place(request)
         try:
-            capture = await self._captures.get(place, links_of(place))
+            capture = await self._captures.get(place)
         except Unanswerable as fault:
             return JSONResponse({"fault": str(fault)})
         number, target, changeable = _chosen(request, capture.report)
@@ -133,7 +132,7 @@ class Pages:
         place = await self._place(request)
         roles, role = await run_in_threadpool(_roles, request, place)
         now = await self._job(place, role).now()
-        shown = Markup(now_html(now, place))
+        shown = Markup(render("now.html", now=now, place=place))
         return _page(
             "live.html", place=place, now=now, shown=shown, roles=roles, role=role, allowed=self._allow_trigger
         )
@@ -143,7 +142,7 @@ class Pages:
         place = await self._place(request)
         _, role = await run_in_threadpool(_roles, request, place)
         now = await self._job(place, role).now()
-        shown = await run_in_threadpool(now_html, now, place)
+        shown = await run_in_threadpool(partial(render, "now.html", now=now, place=place))
         return JSONResponse({"html": shown, "state": now.state, "captures": now.captures, "every": now.every})
 
     async def trigger(self, request: Request) -> Response:
@@ -164,7 +163,7 @@ class Pages:
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 
     def _job(self, place: Place, role: str | None) -> LiveJob:
-        """Returns a job that remembers the looks at it so far."""
+        """Returns a job that remembers the last look at it."""
         key = (place.path, role)
         if key not in self._jobs:
             self._jobs[key] = LiveJob(place.path, role)
@@ -185,7 +184,7 @@ class Pages:
         """Returns the capture for a page. Raises asyncio.TimeoutError while it is being read, and Unanswerable: the
         request is then answered with a page that says so."""
         request.state.place = place
-        return await asyncio.wait_for(self._captures.get(place, links_of(place)), _PATIENCE)
+        return await asyncio.wait_for(self._captures.get(place), _PATIENCE)
 
 
 def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
@@ -306,11 +305,6 @@ def render(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(**values)
 
 
-def links_of(place: Place) -> tuple[tuple[str, str], ...]:
-    links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
-    return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
-
-
 def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
     """Returns two lists: for each target, the places of its two drawings in the second list (None without drawings),
     and the drawings of all targets. Both of a target are on an axis as long as the longer one."""
@@ -326,34 +320,6 @@ def side_by_side(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int
         places.append([len(drawings), len(drawings) + 1])
         drawings += [step | {"end": end} for step in steps]
     return places, drawings
-
-
-def track(points: Sequence[Point], field: str, bottom: float, written: Callable[[float], str]) -> dict[str, Any] | None:
-    """Returns the curve of a field of ``points``: an SVG polyline for each stretch without a gap, its last, highest and
-    lowest value as text, and the seconds that it spans. None if fewer than two values are known, or none is above
-    ``bottom``."""
-    numbers = [value for point in points if (value := getattr(point, field)) is not None]
-    if len(numbers) < 2 or max(numbers) <= bottom:
-        return None
-    top, begin = max(numbers), points[0].at
-    span = max(points[-1].at - begin, 1e-3)
-    drawn: list[tuple[float, float | None]] = []
-    for before, point in zip((points[0], *points), points, strict=False):
-        value = getattr(point, field)
-        if point.run != before.run:
-            drawn.append((0.0, None))
-        drawn.append(((point.at - begin) / span, None if value is None else (value - bottom) / (top - bottom)))
-    last, high, low = map(written, (numbers[-1], top, bottom))
-    return {"lines": polylines(drawn), "last": last, "top": high, "bottom": low, "seconds": span}
-
-
-def now_html(now: Now, place: Place) -> str:
-    """Returns the part of a live page that each look at the job of ``place`` changes."""
-    tracks = {
-        "step time": track(now.history, "step_ms", 0.0, lambda ms: words.milliseconds(ms) if ms else "0 ms"),
-        "imbalance": track(now.history, "imbalance", 1.0, words.ratio),
-    }
-    return render("now.html", now=now, place=place, tracks={name: curve for name, curve in tracks.items() if curve})
 
 
 def _size(count: int) -> str:

@@ -1,10 +1,8 @@
-"""What the command line says to people: help, examples, which option was meant, completion."""
+"""What the command line says to people: help, examples, which option was meant."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,7 @@ def test_every_example_in_a_help_is_accepted_by_its_parser(command: str) -> None
         (["reprot", "x"], "usage: megaprof [-h]", "there is no command 'reprot'; did you mean report?"),
         (["report", "x", "--htlm", "f"], "usage: megaprof report", "--htlm f; did you mean --html?"),
         (["report", "x", "--htlm=f"], "usage: megaprof report", "did you mean --html?"),
-        (["completion", "bush"], "usage: megaprof completion", "did you mean bash?"),
+        (["nsys", "--ray", "workers"], "usage: megaprof nsys", "did you mean worker?"),
         (["status"], "usage: megaprof status", "required: DIR"),
         (["--verson"], "usage: megaprof [-h]", "unrecognized arguments: --verson; did you mean --version?"),
         (["--hlep", "report", "x"], "usage: megaprof [-h]", "did you mean --help?"),
@@ -57,34 +55,6 @@ def test_a_mistake_is_answered_with_the_usage_of_its_command(
     assert ended.value.code == 2
     assert said.startswith(usage)
     assert says in said
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_is_one_that_the_shell_accepts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "profile-export" in script
-    assert all(command in script for command in COMMANDS)
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
-
-
-def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = tmp_path / "script"
-    script.write_text(capsys.readouterr().out)
-
-    def completed(*typed: str) -> set[str]:
-        words = " ".join(map(shlex.quote, ("megaprof", *typed)))
-        code = (
-            f"compopt() {{ :; }}; source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; "
-            '$(complete -p megaprof | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-        ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        return set(ran.stdout.split())
-
-    assert {"report", "run"} <= completed("r")
-    assert completed("report", "--ht") == {"--html"}
 
 
 @pytest.mark.parametrize("command", [["report"], ["merge", "-o", "out.json"], ["export", "--parquet", "out"]])

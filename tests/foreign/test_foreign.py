@@ -11,7 +11,7 @@ import pytest
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.cli import main
-from megaprof.foreign.report import Foreign
+from megaprof.foreign import Foreign
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder

@@ -21,8 +21,8 @@ from megaprof.formats.job import Calls, RankStatus, Recent, RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.captures import Place
-from megaprof.ui.live import Now, Point
-from megaprof.ui.server import now_html, track
+from megaprof.ui.live import Now
+from megaprof.ui.server import render
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.test_status import Job
@@ -319,8 +319,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     run = RunRecord.new(layout.coords(0), layout, None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
-    history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
-    shown = now_html(Now(100.0, "runs", None, view, history=history), Place(tmp_path, "job"))
+    shown = render("now.html", now=Now("runs", None, view), place=Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
     assert "777" in text
@@ -346,18 +345,9 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     statuses[3] = replace(statuses[3], waits=waits)
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     said = verdict(view) if state == "runs" else None
-    shown = now_html(Now(100.0, state, None, view, said), Place(tmp_path, "job", {"timeline": 4}))
+    shown = render("now.html", now=Now(state, None, view, said), place=Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
     assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"
     for figures in ("<dt>step time", 'aria-label="Stages of the job"'):
         assert (figures in shown) == (state != "ended"), "and so are its figures"
-
-
-def test_a_curve_breaks_where_the_job_began_again() -> None:
-    points = [Point(float(at), "one" if at < 5 else "two", 100.0, None) for at in range(10)]
-    drawn = track(points, "step_ms", 0.0, str)
-    assert drawn is not None
-    assert [len(line.split()) for line in drawn["lines"]] == [5, 5]
-    assert track(points, "imbalance", 1.0, str) is None
-    assert track(points[:1], "step_ms", 0.0, str) is None

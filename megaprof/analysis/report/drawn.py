@@ -202,28 +202,21 @@ def scatter(lengths: Lengths) -> tuple[list[tuple[float, float, float]], float, 
 
 
 def curve(fleet: Fleet, causes: Iterable[Cause]) -> tuple[tuple[str, ...], list[tuple[int, float]], float] | None:
-    """Returns the step time over the run: its `polylines`; the steps from which on something is slow, each with its
-    distance from the left; and the milliseconds at the upper end of the axis. None if fewer than two points are
-    known."""
+    """Returns the step time over the run, in the units of `WIDTH` and `HEIGHT`: the points of each stretch without a
+    gap, in the syntax of SVG; the steps from which on something is slow, each with its distance from the left; and the
+    milliseconds at the upper end of the axis. None if fewer than two points are known."""
     times = [ms for ms in fleet.times.step_ms if ms is not None]
     if len(times) < 2 or max(times) <= 0:
         return None
     top, begin = max(times), fleet.buckets[0]
     span = max(fleet.buckets[-1] - begin, 1)
-    shares = (None if ms is None else ms / top for ms in fleet.times.step_ms)
-    lines = polylines(((step - begin) / span, share) for step, share in zip(fleet.buckets, shares, strict=True))
+    stretches: list[list[str]] = [[]]
+    for step, ms in zip(fleet.buckets, fleet.times.step_ms, strict=True):
+        if ms is None:
+            stretches.append([])
+        else:
+            stretches[-1].append(f"{(step - begin) / span * WIDTH:.1f},{(1 - ms / top) * (HEIGHT - 10) + 5:.1f}")
+    lines = tuple(" ".join(stretch) for stretch in stretches if stretch)
     onsets = {cause.since for cause in causes if cause.since is not None}
     onsets |= {shift.step for shift in fleet.shifts if shift.change > 0}
     return lines, [(step, (step - begin) / span * WIDTH) for step in sorted(onsets)], top
-
-
-def polylines(points: Iterable[tuple[float, float | None]]) -> tuple[str, ...]:
-    """Returns the points of each stretch without a gap, in the syntax of SVG. ``points``: places from left to right and
-    heights, both from 0 to 1; None for a gap."""
-    stretches: list[list[str]] = [[]]
-    for place, height in points:
-        if height is None:
-            stretches.append([])
-        else:
-            stretches[-1].append(f"{place * WIDTH:.1f},{(1 - height) * (HEIGHT - 10) + 5:.1f}")
-    return tuple(" ".join(stretch) for stretch in stretches if stretch)

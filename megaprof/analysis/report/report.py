@@ -194,7 +194,7 @@ def _of_others(path: Path, readings: Sequence[Reading], warnings: Sequence[Note]
         why = " ".join([*(f"{note.text.rstrip('.')}." for note in said[:5]), *more])
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. {why}")
     recordings = [each for reading in readings for each in reading.others]
-    facts, section = import_module(f"{OTHERS}.report").report_on(recordings)
+    facts, section = import_module(OTHERS).report_on(recordings)
     return Report(
         path=path,
         source=str(path),

@@ -116,7 +116,7 @@ def read(path: Path) -> Reading:
         return Reading(path, steps, tuple(warnings))
     others, why = [], None
     if events and not traces:  # no event was taken
-        others, why = import_module(f"{OTHERS}.recordings").recordings_in(path, events)
+        others, why = import_module(OTHERS).recordings_in(path, events)
     skipped = Note("skipped", files=(path.name,), said=why if why and reason == NOT_OURS else reason)
     return Reading(path, (), tuple(warnings), skipped, tuple(others))
 
