@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ import numpy.typing as npt
 from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, producer, stage_program
-
-#: Milliseconds that no timeline resolves. If models differ by less, the one that the metadata name is used.
-_RESOLUTION = 1e-3
 
 
 def measured(table: Table) -> tuple[Replay, Floats, Floats, Floats]:
@@ -38,18 +35,15 @@ def measured(table: Table) -> tuple[Replay, Floats, Floats, Floats]:
     if not table.clocks:
         # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
         models = models[:1]
-    best: tuple[float, Replay, Floats, Floats, Floats] | None = None
+    tried = []
     for model in models:
         replay = compiled(schedule, *model)
         link = links(table, replay)
         apart = table.start - replay.starts(table.end, entry=entry, link=link, ended=True)
-        missed = float(np.mean(np.abs(apart)))
-        if best is None or missed < best[0] - _RESOLUTION:
-            between = _between(apart) if table.clocks else 0.0
-            best = missed, replay, table.passes + between, entry, link
-    if best is None:
-        raise RuntimeError("no model of exchanges was tried")
-    return best[1:]
+        # No timeline resolves less than a microsecond. Of models that differ by less, the metadata's comes first.
+        tried.append((round(float(np.mean(np.abs(apart))), 3), replay, link, apart))
+    _, replay, link, apart = min(tried, key=lambda each: each[0])
+    return replay, table.passes + _between(apart) if table.clocks else table.passes, entry, link
 
 
 def _between(apart: Floats) -> Floats:
@@ -74,13 +68,24 @@ def links(table: Table, replay: Replay) -> Floats:
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
-    ran, by_exchange = _Ran(table), replay.rendezvous or replay.in_turn
-    exchanges = iter(()) if not table.clocks else _met(table, ran, replay.rendezvous) if by_exchange else _arrived(ran)
-    for sender, receiver, kind, took in exchanges:
+    found = _met if replay.rendezvous or replay.in_turn else _arrived
+    for sender, receiver, kind, took in found(table, replay.rendezvous) if table.clocks else ():
         samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
-    return _filled(
-        np.stack([_mean([_quartile(times) for times in by_kind.values()], (t, d)) for by_kind in samples], axis=-1)
-    )
+    values = np.full((t, d, s), np.nan)
+    for number, by_kind in enumerate(samples):
+        quartiles = []
+        for times in by_kind.values():
+            ordered = np.sort(np.stack(times), axis=0)  # NaN last
+            place = np.maximum((np.isfinite(ordered).sum(axis=0) - 1) // 4, 0)
+            quartiles.append(np.take_along_axis(ordered, place[None], axis=0)[0])
+        if quartiles:
+            known = np.isfinite(quartiles).sum(axis=0)
+            values[..., number] = np.where(known > 0, np.nansum(quartiles, axis=0) / np.maximum(known, 1), np.nan)
+    for axis in (0, 1, 2):
+        has_sample = np.isfinite(values).any(axis=axis, keepdims=True)
+        usual = np.nanmedian(np.where(has_sample, values, 0.0), axis=axis, keepdims=True)
+        values = np.where(np.isfinite(values), values, np.where(has_sample, usual, np.nan))
+    return np.asarray(np.nan_to_num(values))
 
 
 def receivers(schedule: PipelineSchedule) -> npt.NDArray[np.bool_]:
@@ -93,89 +98,76 @@ def receivers(schedule: PipelineSchedule) -> npt.NDArray[np.bool_]:
     return received
 
 
+_Transfer = tuple[int, int, PassId]
+"""Sender, receiver, and the pass there that needs what is sent."""
 _Sample = tuple[int, int, str, Floats]
 """Sender, receiver, kind of pass, and milliseconds [t, d]; NaN if the receiver waited for something else."""
 
 
-class _Ran:
-    """Start and end of single passes, [t, d] each."""
-
-    def __init__(self, table: Table) -> None:
-        self.schedule = table.schedule
-        self.placement = table.schedule.placement
-        self._kind = {kind: number for number, kind in enumerate(table.schedule.kinds)}
-        self.start, self._end = (np.moveaxis(times, (0, 1), (-2, -1)).copy() for times in (table.start, table.end))
-
-    def begun(self, stage: int, which: PassId) -> Floats:
-        times: Floats = self.start[stage, which.chunk, self._kind[which.kind], which.microbatch]
-        return times
-
-    def ended(self, stage: int, which: PassId) -> Floats:
-        times: Floats = self._end[stage, which.chunk, self._kind[which.kind], which.microbatch]
-        return times
-
-    def sender(self, receiver: int, which: PassId) -> int:
-        """Returns the stage that makes the input of a pass, or the receiver itself if it has no input."""
-        source = self.placement.producer(which.kind, receiver, which.chunk)
-        return receiver if source is None else source[0]
+def _by_pass(schedule: PipelineSchedule, times: Floats) -> dict[tuple[int, PassId], Floats]:
+    """Returns the times of single passes, [t, d] each, by stage and pass."""
+    return {
+        (stage, which): times[:, :, stage, which.chunk, schedule.kinds.index(which.kind), which.microbatch]
+        for stage in range(schedule.stages)
+        for which in phase_order(schedule, stage)
+    }
 
 
-def _arrived(ran: _Ran) -> Iterator[_Sample]:
-    for stage in range(ran.schedule.stages):
-        free = ran.start[stage].min(axis=(0, 1, 2))
-        for which in phase_order(ran.schedule, stage):
-            source = producer(ran.schedule, stage, which)
-            begun = ran.begun(stage, which)
+def _arrived(table: Table, held: bool) -> Iterator[_Sample]:
+    """Yields the samples of messages that travel by themselves; then no sender is ``held``."""
+    begun, ended = (_by_pass(table.schedule, times) for times in (table.start, table.end))
+    for stage in range(table.schedule.stages):
+        free = table.start[:, :, stage].min(axis=(2, 3, 4))
+        for which in phase_order(table.schedule, stage):
+            source = producer(table.schedule, stage, which)
             if source is not None and source[0] != stage:
-                made = ran.ended(*source)
-                yield source[0], stage, which.kind, np.where(free <= made, np.maximum(begun - made, 0.0), np.nan)
-            free = ran.ended(stage, which)
+                made = ended[source]
+                waited = np.maximum(begun[stage, which] - made, 0.0)
+                yield source[0], stage, which.kind, np.where(free <= made, waited, np.nan)
+            free = ended[stage, which]
 
 
-def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
+def _met(table: Table, held: bool) -> Iterator[_Sample]:
     """Yields the samples of stages that meet to exchange. ``held``: whether a sender waits for its receiver."""
     stages = table.schedule.stages
+    begun, ended = (_by_pass(table.schedule, times) for times in (table.start, table.end))
     programs = [stage_program(table.schedule, stage) for stage in range(stages)]
-    came: dict[tuple[int, PassId], dict[int, Floats]] = {}
+    came: dict[_Transfer, dict[int, Floats]] = {}
     for stage, program in enumerate(programs):
-        there = np.fmin(ran.start[stage].min(axis=(0, 1, 2)), np.inf)
+        there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
         if not np.isnan(table.entry).any():
             there = table.entry[:, :, stage]
-        for place, step in enumerate(program):
+        for step, following in zip_longest(program, program[1:]):
             if isinstance(step, PassId):
-                there = ran.ended(stage, step)
+                there = ended[stage, step]
                 continue
-            for receiver, which in _transfers(step, stage, stages):
-                came.setdefault((receiver, which), {})[stage] = there
-            if place + 1 < len(program) and not isinstance(program[place + 1], PassId):
-                for receiver, which in _transfers(step, stage, stages):
-                    if receiver != stage and held:
-                        there = np.maximum(there, ran.begun(receiver, which))
+            for transfer in _transfers(step, stage, stages):
+                came.setdefault(transfer, {})[stage] = there
+            if held and isinstance(following, SendReceive):
+                for _, receiver, which in _transfers(step, stage, stages):
+                    if receiver != stage:
+                        there = np.maximum(there, begun[receiver, which])
     for stage, program in enumerate(programs):
         for step, following in pairwise(program):
-            if not isinstance(step, SendReceive) or not isinstance(following, PassId):
-                continue
-            source = ran.sender(stage, following)
             # An input for a later pass is of no use here: that pass began some time after the exchange.
-            if source == stage or following not in (step.recv_prev, step.recv_next):
+            if isinstance(step, PassId) or following not in (step.recv_prev, step.recv_next):
                 continue
             ready = {transfer: came[transfer] for transfer in _transfers(step, stage, stages)}
             if any(len(both) != 2 for both in ready.values()):
                 continue
+            own = next(transfer for transfer in ready if transfer[1:] == (stage, following))
             if held:
                 later = {transfer: np.maximum(*both.values()) for transfer, both in ready.items()}
             else:
-                later = {
-                    transfer: both[ran.sender(*transfer)] for transfer, both in ready.items() if transfer[0] == stage
-                }
+                later = {transfer: both[transfer[0]] for transfer, both in ready.items() if transfer[1] == stage}
             # The exchange ended with the last of its transfers, which may have been that of another link.
             last = reduce(np.maximum, later.values())
-            waited = last >= came[stage, following][stage]
-            for transfer, ends in later.items():
-                if _link(ran.sender(*transfer), transfer[0], stages) != _link(source, stage, stages):
+            waited = last >= came[own][stage]
+            for (sender, receiver, _), ends in later.items():
+                if _link(sender, receiver, stages) != _link(own[0], stage, stages):
                     waited &= last > ends
-            took = np.maximum(ran.begun(stage, following) - last, 0.0)
-            yield source, stage, following.kind, np.where(waited, took, np.nan)
+            took = np.maximum(begun[own[1:]] - last, 0.0)
+            yield own[0], stage, own[2].kind, np.where(waited, took, np.nan)
 
 
 def _link(sender: int, receiver: int, stages: int) -> int:
@@ -184,38 +176,14 @@ def _link(sender: int, receiver: int, stages: int) -> int:
     return low if high == low + 1 else stages - 1
 
 
-def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[tuple[int, PassId]]:
-    """Yields the receiving stage of every transfer, and the pass there that needs it."""
-    for receiver, which in (
-        ((stage + 1) % stages, step.send_next),
-        (stage, step.recv_prev),
-        ((stage - 1) % stages, step.send_prev),
-        (stage, step.recv_next),
+def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[_Transfer]:
+    """Yields every transfer of an exchange."""
+    following, previous = (stage + 1) % stages, (stage - 1) % stages
+    for sender, receiver, which in (
+        (stage, following, step.send_next),
+        (previous, stage, step.recv_prev),
+        (stage, previous, step.send_prev),
+        (following, stage, step.recv_next),
     ):
         if which is not None:
-            yield receiver, which
-
-
-def _mean(values: list[Floats], shape: tuple[int, int]) -> Floats:
-    """Returns the mean of the values that are known."""
-    if not values:
-        return np.full(shape, np.nan)
-    stacked = np.stack(values)
-    is_known = np.isfinite(stacked)
-    return np.where(is_known.any(axis=0), np.nansum(stacked, axis=0) / np.maximum(is_known.sum(axis=0), 1), np.nan)
-
-
-def _quartile(samples: list[Floats]) -> Floats:
-    ordered = np.sort(np.stack(samples), axis=0)  # NaN last
-    count = np.isfinite(ordered).sum(axis=0)
-    place = np.maximum((count - 1) // 4, 0)
-    return np.where(count > 0, np.take_along_axis(ordered, place[None], axis=0)[0], np.nan)
-
-
-def _filled(values: Floats) -> Floats:
-    """Fills in missing values: the median of the link, or else of the others."""
-    for axis in (0, 1, 2):
-        has_sample = np.isfinite(values).any(axis=axis, keepdims=True)
-        usual = np.nanmedian(np.where(has_sample, values, 0.0), axis=axis, keepdims=True)
-        values = np.where(np.isfinite(values), values, np.where(has_sample, usual, np.nan))
-    return np.nan_to_num(values)
+            yield sender, receiver, which
