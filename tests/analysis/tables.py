@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaprof.analysis.diagnosis import averages
-from megaprof.analysis.diagnosis.stages import TargetStages, order
+from megaprof.analysis.diagnosis.stages import TargetStages, averages, of_steps, order
 from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, read_fleet
 from megaprof.analysis.table.table import Table, Unfit
@@ -36,5 +35,5 @@ def stages_of(steps: Iterable[TracedStep]) -> list[TargetStages]:
     found = []
     for job in jobs_of(steps):
         table = table_of(job)
-        found.append(averages.of_steps(job, table.note) if isinstance(table, Unfit) else averages.averages(table))
+        found.append(of_steps(job, table.note) if isinstance(table, Unfit) else averages(table))
     return sorted(found, key=order)

@@ -7,21 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.averages import shown
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
-from megaprof.analysis.diagnosis.lengths import (
-    Fit,
-    Lengths,
-    explain,
-    fit,
-    load_of_rank,
-    load_of_stage,
-    of_microbatches,
-    of_replicas,
-    reason,
-)
+from megaprof.analysis.diagnosis.lengths import Lengths, explain, explained, fit
 from megaprof.analysis.diagnosis.model import Content, divided, of_both, outside_layers
 from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
+from megaprof.analysis.diagnosis.stages import shown
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
@@ -165,7 +155,7 @@ def diagnose(run: Examined) -> Diagnosis:
     # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter.
     usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
     if of_lengths is not None:
-        causes, perhaps = ([_explained(asked, of_lengths, cause) for cause in some] for some in (causes, perhaps))
+        causes, perhaps = ([_explained(asked, of_lengths[1], cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
         step_ms=run.step_ms,
         steps=len(run.table.steps),
@@ -173,7 +163,7 @@ def diagnose(run: Examined) -> Diagnosis:
         causes=tuple(causes),
         perhaps=tuple(perhaps),
         rest_ms=float(np.mean(run.view.step_ms - replace(run.view, passes=usual).step_ms)),
-        lengths=None if of_lengths is None else explain(asked, of_lengths),
+        lengths=None if of_lengths is None else explain(asked, *of_lengths),
         clocks=clocks,
         sure=not perhaps
         and clocks
@@ -181,40 +171,50 @@ def diagnose(run: Examined) -> Diagnosis:
     )
 
 
-def _explained(run: Examined, fitted: Fit, cause: Cause) -> Cause:
-    """Adds to a cause why microbatches or replicas differ, by their lengths."""
-    if cause.kind == "uneven_microbatches":
-        of = of_microbatches(run, fitted, cause.stage)
-    elif cause.kind == "unequal_replicas":
-        of = of_replicas(run, fitted)
-    else:
+def _explained(run: Examined, by_work: Floats, cause: Cause) -> Cause:
+    """Adds to a cause why microbatches or replicas differ, by what passes take by their lengths (`lengths.fit`)."""
+    if cause.kind not in ("uneven_microbatches", "unequal_replicas"):
         return cause
+    of = explained(run, by_work, cause.stage, replicas=cause.kind == "unequal_replicas")
+    reason = "data" if of.low >= MOST else "machine" if of.high < MOST else None
     parts = {"explained": of.value, "explained_low": of.low, "explained_high": of.high}
-    return replace(cause, reason=reason(of), parts={**cause.parts, **parts})
+    return replace(cause, reason=reason, parts={**cause.parts, **parts})
 
 
 def _by_experts(run: Examined, cause: Cause) -> Cause:
-    """Adds to a cause why a rank or a stage is slow, by the tokens that its experts got."""
+    """Adds to a cause why a rank or a stage is slow, by the tokens that its experts got in a captured step. Their time
+    is at most proportional to these: a rank with 1.1 times the tokens of its peers is at most 1.1 times as slow."""
+    tokens = run.table.experts  # [d, s, p]
+    if tokens is None or cause.stage is None or cause.kind not in ("slow_rank", "unexplained"):
+        return cause
     if cause.kind == "slow_rank":
-        load, factor = load_of_rank(run.table, cause.ranks), cause.parts["factor"]
-    elif cause.kind == "unexplained" and cause.stage is not None:
-        load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
-    else:
+        factor = cause.parts["factor"]
+        replica, _, peer = np.argwhere(np.isin(run.table.ranks[..., : tokens.shape[2]], cause.ranks))[0]
+        if len(cause.ranks) == 1 and tokens.shape[2] > 1:
+            of_each, place = tokens[replica, cause.stage], peer
+        else:  # ranks that wait for each other: those of other replicas do as well
+            of_each, place = tokens[:, cause.stage].max(axis=1), replica
+        usual = np.delete(of_each, place).mean() if len(of_each) > 1 else None
+        # The peers get the tokens that the rank loses, so it does not become as quick as they are now.
+        evened = 1.0 - 1.0 / len(of_each)
+    else:  # the others of a stage wait for its busiest rank, and each stage has its own tokens
+        factor = float(run.view.content.stage[0, cause.stage].mean())
+        of_each, place, evened = tokens.max(axis=2).mean(axis=0), cause.stage, 1.0
+        usual = np.median(np.delete(of_each, place)) if len(of_each) > 1 else None
+    if usual is None:
         return cause
-    if load is None:
+    explains = float(np.clip((of_each[place] / max(usual, 1.0) - 1.0) / max(factor - 1.0, 1e-9), 0.0, 1.0))
+    of_experts = {"expert_tokens": float(of_each[place]), "usual_expert_tokens": float(usual), "explained": explains}
+    cause = replace(cause, reason="machine", parts={**cause.parts, **of_experts})
+    if explains < MOST:
         return cause
-    explained = load.explains(factor)
-    parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
-    if explained < MOST:
-        return replace(cause, reason="machine", parts={**cause.parts, **parts})
-    price, while_ms = cause.price * load.evened, cause.while_ms * load.evened
-    return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
+    return replace(cause, reason="expert_load", price=cause.price * evened, while_ms=cause.while_ms * evened)
 
 
 def _by_content(computed: Content, cause: Cause) -> Cause:
     """Adds to a cause of the contents of passes which of them compute longer, and names it by that. ``computed``: the
     contents by the table of microbatches in the report."""
-    if cause.kind not in _OF_CONTENT:
+    if cause.kind not in ("ends", "stage", "chunk"):
         return cause
     whole, ends = computed.whole, computed.ends
     part = ends if cause.kind == "ends" else whole * (1.0 - 1.0 / getattr(computed, cause.kind))
@@ -225,9 +225,14 @@ def _by_content(computed: Content, cause: Cause) -> Cause:
     )
     excess_ms = part_ms if part_ms.any() else more_ms
     # What the quicker passes show of one kind of pass only may be an embedding or a loss in the table.
-    term = cause.kind if part_ms.any() or not ends_ms.any() else "ends"
-    kind = None if term == "ends" else _of_kind(excess_ms, whole_ms)
-    kind = kind or _OF_CONTENT[term]
+    kind = "embedding_or_loss"
+    if cause.kind != "ends" and (part_ms.any() or not ends_ms.any()):
+        kind = "slow_chunk" if cause.kind == "chunk" else "unexplained"
+        if not of_both(excess_ms):
+            # A backward that is longer by one forward recomputes it.
+            one_more = abs(excess_ms[1] - whole_ms[0]) < MINOR * whole_ms[0]
+            longer = "recomputation" if one_more else "slow_backward"
+            kind = "slow_forward" if excess_ms[0] > excess_ms[1] else longer
     parts = {f"{name}_ms": float(ms) for name, ms in zip(("forward", "backward"), excess_ms, strict=False)}
     return replace(cause, kind=kind, parts=parts, chunk=cause.chunk if kind == "slow_chunk" else None)
 
@@ -389,21 +394,6 @@ def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
     exchanged = affected.held[EXCHANGE]
     ratio = ((affected.passes - exchanged) / np.maximum(without.passes - exchanged, 1e-9))[:, :, some]
     return None, {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
-
-
-def _of_kind(excess_ms: Floats, whole: Floats) -> str | None:
-    """Returns which kind of pass is longer by ``excess_ms`` [k], where passes take ``whole`` [k]; None if all kinds
-    are. A backward that is longer by one forward recomputes it."""
-    if of_both(excess_ms):
-        return None
-    forward, backward = float(excess_ms[0]), float(excess_ms[1])
-    if forward > backward:
-        return "slow_forward"
-    return "recomputation" if abs(backward - float(whole[0])) < MINOR * float(whole[0]) else "slow_backward"
-
-
-#: The names of contents that are longer in all kinds of passes.
-_OF_CONTENT = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}
 
 
 def _gain_of_filling(run: Examined) -> Floats:

@@ -8,9 +8,8 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
+from megaprof.analysis.diagnosis.model import blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
-from megaprof.analysis.diagnosis.state import measured
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
@@ -25,7 +24,6 @@ class Examined:
     """The steps of a job, as they were or without some causes: all of them, and one for each draw."""
 
     table: Table
-    model: Model
     view: View
     """All steps."""
     draws: View
@@ -129,16 +127,17 @@ def examine(table: Table) -> Examined:
         raise Unfit(Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp))
     _check_order(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
-    model, rows = fit(table, steps), steps[:, 0]
-    view = viewed(table, model, *measured(table))
-    draws, replayed_ms = view.at(rows, model.draws), float(np.mean(view.step_ms))
+    (content, of_draws, factors), rows = fit(table, steps), steps[:, 0]
+    expected = factors.pop("expected")
+    view = viewed(table, content, factors, expected)
+    draws, replayed_ms = view.at(rows, of_draws), float(np.mean(view.step_ms))
     every = tuple(terms(table, view, float(table.length.mean())))
-    return Examined(table, model, view, draws, rows, replayed_ms, _restless(table, model, view), every)
+    return Examined(table, view, draws, rows, replayed_ms, _restless(table, view, expected), every)
 
 
-def _restless(table: Table, model: Model, view: View) -> float:
+def _restless(table: Table, view: View, expected: Floats) -> float:
     """Returns `Examined.restless_ms`, from quarters of a step: disturbances last for several passes, but not all."""
-    over = view.passes - view.beside - model.expected
+    over = view.passes - view.beside - expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
     over, took = (np.take_along_axis(values.reshape(t, d, s, -1), order, axis=3) for values in (over, table.passes))

@@ -6,7 +6,6 @@ Logarithms make this a sum. Disturbances only add, so contents are lower quartil
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -43,36 +42,10 @@ class Content(NamedTuple):
         return np.asarray(self.unit[..., None, None, :] * slow)
 
 
-@dataclass(frozen=True)
-class Model:
-    """Factors of passes, each [t, d, ...] and 1 where nothing is special."""
-
-    content: Content
-    """Contents of the run as it was."""
-    draws: Content
-    """Contents of `policy.DRAWS` draws of its steps and microbatches."""
-    level: Floats
-    """[t, d]: work of a replica in a step, relative to the other replicas."""
-    work: Floats
-    """[t, d, m]: work of a microbatch, relative to the others of its replica and step."""
-    rank: Floats
-    """[t, d, s]: how much longer a rank works than those of the same stage in other replicas; at least 1."""
-    pace: Floats
-    """[t, d, s]: how much slower a stage is in a step, on all replicas, than in its quicker steps; at least 1."""
-    peers: Floats
-    """[t, d, s, p]: milliseconds that each peer works in the passes of a step, without waiting for others."""
-    slow: Floats
-    """[t, d, s]: how much longer whole passes are because of slow ranks, peers and steps; at least 1."""
-    own: Floats
-    """[t, d, s, m]: additional work of a microbatch on this stage only."""
-    expected: Floats
-    """[t, d, s, c, k, m]: milliseconds of a pass that follow from all of these."""
-    least: Floats
-    """[t, d, s, c, k, m]: milliseconds of it that the quickest peer computes, which stay when all delays are gone."""
-
-
-def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
-    """Fits the model of a run. ``steps`` [draw, any number]: the steps that each draw consists of."""
+def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, dict[str, Floats]]:
+    """Fits the model of a run. Returns its contents; those in draws of its microbatches and of ``steps`` [draw, any
+    number], of which each draw consists; the factors of passes by the names of `View`, and what is ``expected`` of each
+    pass by all of these, [t, d, s, c, k, m] milliseconds."""
     took = table.passes - sum(table.held.values())
     log = np.log(np.maximum(took, 1e-9))
     t, d, s, c, k, m = log.shape
@@ -114,19 +87,15 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
-    return Model(
-        content=divided(content, table.layers, outside := outside_layers(table.part_ms, s, c)),
-        draws=divided(drawn, table.layers, outside, np.random.default_rng(1)),
-        level=np.exp(level),
-        work=np.exp(work),
-        rank=np.exp(rank),
-        pace=np.exp(pace),
-        peers=peers,
-        slow=np.exp(slow + pace),
-        own=np.exp(own_work),
-        expected=expected,
-        # Communication that names no group may go on behind its pass.
-        least=np.minimum(np.minimum(computed.min(axis=3) - sum(table.held.values()), own), expected),
+    # Communication that names no group may go on behind its pass.
+    least = np.minimum(np.minimum(computed.min(axis=3) - sum(table.held.values()), own), expected)
+    logarithms = {"level": level, "work": work, "rank": rank, "pace": pace, "lasting": slow + pace, "own": own_work}
+    factors = {name: np.exp(values) for name, values in logarithms.items()}
+    outside = outside_layers(table.part_ms, s, c)
+    return (
+        divided(content, table.layers, outside),
+        divided(drawn, table.layers, outside, np.random.default_rng(1)),
+        {**factors, "peers": peers, "least": least, "expected": expected},
     )
 
 

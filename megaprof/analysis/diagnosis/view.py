@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.model import Content, Model
+from megaprof.analysis.diagnosis.model import Content
 from megaprof.analysis.diagnosis.policy import MOST
-from megaprof.analysis.diagnosis.state import receivers
+from megaprof.analysis.diagnosis.state import measured, receivers
 from megaprof.analysis.simulation import Replay
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
@@ -23,8 +23,8 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True)
 class View:
-    """Some steps of a run, with the factors of their passes. Arrays have ``n`` steps as their first axis, and most have
-    replicas as the second one. See `Model` and `Table` for fields without a docstring."""
+    """Some steps of a run, with the factors of their passes, which are 1 where nothing is special. Arrays have ``n``
+    steps as their first axis, and most have replicas as the second one. See `Table` for fields without a docstring."""
 
     replay: Replay
     """The schedule, with the model of exchanges that fits these steps best."""
@@ -43,11 +43,19 @@ class View:
     content: Content
     """Contents as they were, with all terms."""
     level: Floats
+    """[n, d]: work of a replica in a step, relative to the other replicas."""
     work: Floats
+    """[n, d, m]: work of a microbatch, relative to the others of its replica and step."""
     rank: Floats
+    """[n, d, s]: how much longer a rank works than those of the same stage in other replicas; at least 1."""
     pace: Floats
+    """[n, d, s]: how much slower a stage is in a step, on all replicas, than in its quicker steps; at least 1."""
     peers: Floats
+    """[n, d, s, p]: milliseconds that each peer works in the passes of a step, without waiting for others."""
+    lasting: Floats
+    """[n, d, s]: how much longer whole passes were because of slow ranks, peers and steps; at least 1."""
     own: Floats
+    """[n, d, s, m]: additional work of a microbatch on this stage only."""
     timely: Floats
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
     first: Floats
@@ -62,6 +70,7 @@ class View:
     """[n, d, link]: what a usual exchange of each link takes in addition to ``link``, as one in both directions at
     once takes longer than one alone."""
     least: Floats
+    """[n, d, s, c, k, m]: milliseconds that the quickest peer computes, which stay when all delays are gone."""
     exposed: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
@@ -165,18 +174,19 @@ class View:
         return length
 
 
-_FACTORS = ("level", "work", "rank", "pace", "peers", "own", "least")
+_FACTORS = ("level", "work", "rank", "pace", "peers", "lasting", "own", "least")
 _PER_STEP = (*_FACTORS, "passes", "entry", "link", "timely", "first", "stalled", "stalling", "exchange", "idle")
 
 
-def viewed(table: Table, model: Model, replay: Replay, passes: Floats, entry: Floats, link: Floats) -> View:
-    """Returns the view of the whole run."""
+def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expected: Floats) -> View:
+    """Returns the view of the whole run by its model (`model.fit`)."""
+    replay, passes, entry, link = measured(table)
     n, d, s = entry.shape
     late = np.zeros((n, d, s))
     if d * s > 1:
         late = np.maximum(entry - of_others(entry.reshape(n, -1), 1).reshape(n, d, s), 0.0)
     took = table.passes - sum(table.held.values())
-    over = np.minimum(took - model.expected, took - model.least - sum(table.exposed.values()))
+    over = np.minimum(took - expected, took - factors["least"] - sum(table.exposed.values()))
     first = over[:, :, 0, 0, 0, 0]
     # With one stage, the opening may explain all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
@@ -195,7 +205,7 @@ def viewed(table: Table, model: Model, replay: Replay, passes: Floats, entry: Fl
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
     usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
-    whole = Content._make(np.repeat(part[None], n, axis=0) for part in model.content)
+    whole = Content._make(np.repeat(part[None], n, axis=0) for part in content)
     return View(
         replay,
         passes,
@@ -205,7 +215,7 @@ def viewed(table: Table, model: Model, replay: Replay, passes: Floats, entry: Fl
         whole.whole,
         whole.stage * whole.chunk,
         whole,
-        **{name: getattr(model, name) for name in _FACTORS},
+        **factors,
         timely=entry - late,
         first=np.maximum(first, 0.0),
         stalled=np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0),

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.diagnosis import averages
 from megaprof.analysis.diagnosis.diagnose import diagnose, slow_ranks
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.stages import TargetStages, order
+from megaprof.analysis.diagnosis.stages import TargetStages, averages, of_series, of_steps, order
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.levels import EXCESS
 from megaprof.analysis.fleet.reading import Series, read_fleet
@@ -128,9 +127,9 @@ def analyze(
     for key in (*captured, *alone):
         table, series, of_key = tabled[key], fleet_reading.series.get(key), captured.get(key)
         if of_key is None:
-            otherwise, slower = partial(averages.of_series, fleet_reading.series[key]), None
+            otherwise, slower = partial(of_series, fleet_reading.series[key]), None
         else:
-            otherwise, slower = partial(averages.of_steps, of_key), _not_recovered(of_key, series)
+            otherwise, slower = partial(of_steps, of_key), _not_recovered(of_key, series)
         report, by_hand = _reported(table, otherwise, slower, by_key.get(key), job, memory_limit)
         draw: Callable[[], drawn.StepTimeline] | None = None
         role: drawn.Role | None = None
@@ -243,13 +242,13 @@ def _reported(
         examined = reason
     diagnosis, by_hand, why = None, None, None
     if isinstance(examined, Unfit):
-        measured = otherwise(table.note) if isinstance(table, Unfit) else averages.averages(table)
+        measured = otherwise(table.note) if isinstance(table, Unfit) else averages(table)
         why = measured.unjudgeable or examined.note
         predicted = WhatIf(warnings=(Note("not_replayed", why=why),))
     else:
         diagnosis = diagnose(examined)
         ranks = slow_ranks(diagnosis.causes), slow_ranks(diagnosis.causes, every=True)
-        measured = averages.averages(examined.table, *ranks)
+        measured = averages(examined.table, *ranks)
         predicted, by_hand = what_if(examined, diagnosis, memory_limit)
     warnings = with_texts((*measured.warnings, *filter(None, [slower])))
     measured = replace(measured, warnings=warnings, unjudgeable=with_text(measured.unjudgeable))

@@ -240,7 +240,7 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
     chosen = np.sort(np.argsort(-view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
     # The factor of work [draw, s] that a stage might have had with other microbatches by chance.
-    own_work, random = np.moveaxis(run.model.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
+    own_work, random = np.moveaxis(run.view.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
     steps = drawn_steps(len(own_work), random)
     microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
     luck = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
@@ -259,7 +259,7 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         tail=view.tail,
         replayed_ms=run.replayed_ms - float(shorter.mean()),
         content=view.now[0],
-        drawn=run.model.draws.whole * luck[..., None, None],
+        drawn=run.draws.content.whole * luck[..., None, None],
         rows=run.rows,
     )
 

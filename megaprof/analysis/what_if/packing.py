@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
+from megaprof.analysis.diagnosis.lengths import fit, taken
 from megaprof.analysis.diagnosis.policy import OTHER_SEQUENCES
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
@@ -57,7 +57,7 @@ class Sequences:
     sequences and squares of its microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
 
     run: Examined
-    costs: Fit
+    costs: Floats
     work: Floats
     steps: tuple[Step, ...]
     padding: float
@@ -69,22 +69,22 @@ class Sequences:
 
     def cost(self, length: int) -> float:
         """Returns the milliseconds of a sequence on all stages, without the fixed time of a microbatch."""
-        _, per_token, per_square = self.costs.cost.sum(axis=(0, 1, 2)).tolist()
+        _, per_token, per_square = self.costs[0].sum(axis=(0, 1, 2)).tolist()
         return float(per_token * length * self.padding + per_square * length * length)
 
 
 def sequences_of(run: Examined) -> Sequences | None:
     """Returns a run with its sequences; None if those of some microbatch were not captured."""
     table = run.table
-    costs = fit(run)
-    if costs is None or table.work is None:
+    fitted = fit(run)
+    if fitted is None or table.work is None:
         return None
     t, d, m = table.work.shape[:3]
     if any(place not in table.sequences for place in np.ndindex(t, d, m)):
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
     tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
-    return Sequences(run, costs, table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    return Sequences(run, fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the milliseconds of their passes."""
     run, costs, view = sequences.run, sequences.costs, sequences.run.view
     n = len(view.passes)
-    slow = run.model.slow[..., None, None, None]
+    slow = view.lasting[..., None, None, None]
     as_was = view.pipelines_ms.max(axis=1)
 
     def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
@@ -169,12 +169,12 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
         return shorter
 
     every = np.arange(n)
-    gains = gain(costs.cost, every)
-    drawn = zip(costs.drawn, run.rows, strict=True)
+    gains = gain(costs[0], every)
+    drawn = zip(costs[1:], run.rows, strict=True)
     of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(float(gains.mean()))
     prediction, _ = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
-    return prediction, passes(costs.cost, every)
+    return prediction, passes(costs[0], every)
 
 
 def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.diagnosis.averages import averages
+from megaprof.analysis.diagnosis.stages import averages
 from megaprof.analysis.report.report import NothingToReport, TargetReport, analyze
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format

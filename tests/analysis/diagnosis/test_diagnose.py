@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis.averages import averages
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _by_content, _cause, _dear_part, _needed, diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.stages import averages
 from megaprof.analysis.diagnosis.state import receivers
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.diagnosis.view import EXCHANGE
@@ -398,7 +398,7 @@ def test_contents_are_those_of_average_microbatches_whatever_these_are_like(tmp_
     # On one stage alone: medians of its microbatches differ from rank to rank, which makes no rank slow.
     uneven = Fault("uneven_microbatches", 0.3, stage=0)
     table = table_of(replace(REPLICAS, steps=6, faults=(uneven,)), tmp_path)
-    forwards = examine(table).model.content.whole[:, 0, 0]
+    forwards = examine(table).view.content.whole[0, :, 0, 0]
     assert forwards == pytest.approx(forwards[1:].mean(), rel=0.02)
 
 
