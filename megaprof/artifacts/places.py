@@ -93,7 +93,7 @@ class Scratch:
         if not base.is_relative_to(_MEMORY):
             return True
         with Suppressed(OSError, KeyError, ValueError):  # some kernels and all sandboxes report it otherwise
-            return all(limit - used >= 2 * self._spare for used, limit in (bound.read() for bound in find_bounds()))
+            return all(limit - used >= 2 * self._spare for used, limit in (read() for read in find_bounds().values()))
         return False
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
+from megaprof.parallel.machine import find_bounds, resident_bytes
 from megaprof.runtime.isolation import Suppressed, logger
 
 #: How many seconds a closing window waits for the device while other ranks may be waiting for this one.
@@ -58,22 +58,20 @@ class DeviceWait:
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
         """Returns None as soon as the device is idle. If it is not idle after ``seconds``, returns the reason. Once
         ``ending()`` is true, because the process has to end, waits at most `GRACE_SECONDS` more."""
-        reason = None if self._cuda is None else self._why_busy(seconds, ending)
+        reason = None
+        if self._cuda is not None and capturing():
+            reason = "a CUDA graph is being captured"
+        elif self._cuda is not None:
+            self._wait_requested.set()
+            deadline = time.monotonic() + seconds
+            while reason is None and not self._done.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                if ending():
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                if time.monotonic() >= deadline:
+                    reason = "the device did not finish what it was given in time, as where another rank is gone"
         if reason is not None:
             logger.warning("megaprof: a window closes without what the device has yet to do: %s", reason)
         return reason
-
-    def _why_busy(self, seconds: float, ending: Callable[[], bool]) -> str | None:
-        if capturing():
-            return "a CUDA graph is being captured"
-        self._wait_requested.set()
-        deadline = time.monotonic() + seconds
-        while not self._done.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if ending():
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            if time.monotonic() >= deadline:
-                return "the device did not finish what it was given in time, as where another rank is gone"
-        return None
 
     def end(self) -> None:
         """Ends the thread, unless it is waiting for the device. Nobody calls `wait` afterwards."""
@@ -130,26 +128,26 @@ def _watch(
 
 
 def _over(
-    bounds: tuple[Bound, ...], limit: tuple[int | None, float], resident: int, needed: int, others: int
+    bounds: Mapping[str, Callable[[], tuple[int, int]]],
+    limit: tuple[int | None, float],
+    resident: int,
+    needed: int,
+    others: int,
 ) -> str | None:
     """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and those of other processes
     ``others`` bytes."""
     size, share = limit
-    if size is not None and resident + needed > size:
-        return _reason("this process", resident, needed, 0, size, size)
-    for bound in bounds:
-        used, there_is = bound.read()
-        allowed = int(there_is * share)
-        if used + needed + others > allowed:
-            return _reason(bound.name, used, needed, others, allowed, there_is)
-    return None
-
-
-def _reason(name: str, used: int, needed: int, others: int, allowed: int, there_is: int) -> str:
+    uses = [] if size is None else [("this process", resident, size, size, 0)]
+    for name, read in bounds.items():
+        used, there_is = read()
+        uses.append((name, used, there_is, int(there_is * share), others))
     gib = 1 << 30
-    total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
-    theirs = f", those of other processes here {others / gib:.2f} GiB" if others else ""
-    return (
-        f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {needed / gib:.2f} GiB more"
-        f"{theirs}, and --profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
-    )
+    for name, used, there_is, allowed, theirs in uses:
+        if used + needed + theirs > allowed:
+            total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
+            too = f", those of other processes here {theirs / gib:.2f} GiB" if theirs else ""
+            return (
+                f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {needed / gib:.2f} GiB "
+                f"more{too}, and --profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
+            )
+    return None

@@ -189,7 +189,7 @@ def fits(size: int) -> bool:
 def memory_left() -> int:
     """Returns the bytes that this process may still take, as far as the system says."""
     try:
-        return min(size - used for used, size in (bound.read() for bound in find_bounds()))
+        return min(size - used for used, size in (read() for read in find_bounds().values()))
     except (OSError, ValueError, KeyError):
         return 4 << 30  # not Linux: unknown
 

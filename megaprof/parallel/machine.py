@@ -4,18 +4,10 @@ this process."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Something that can run out of memory: its name, and ``read() -> (bytes in use, bytes in all)``."""
-
-    name: str
-    read: Callable[[], tuple[int, int]]
 
 
 def physical_cores(system: Path = Path("/sys/devices/system/cpu")) -> int | None:
@@ -56,9 +48,17 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def find_bounds(proc: Path = Path("/proc")) -> tuple[Bound, ...]:
-    """Returns the machine, and every control group above this process that limits memory."""
-    return (Bound("the machine", lambda: _machine(proc)), *_cgroups(proc))
+def find_bounds(proc: Path = Path("/proc")) -> dict[str, Callable[[], tuple[int, int]]]:
+    """Returns what can run out of memory: the machine, and every control group above this process that has a limit. By
+    name, each with a function that reads how many bytes are in use there, and how many there are."""
+    bounds: dict[str, Callable[[], tuple[int, int]]] = {"the machine": partial(_machine, proc)}
+    machine = _machine(proc)[1]
+    for group, version in _cgroups(proc):
+        # No such controller here, or "max". Not OSError: a signal handler of the host may raise a TimeoutError in here.
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+            if _cgroup(group, version)[1] < machine:
+                bounds[f"the container ({group})"] = partial(_cgroup, group, version)
+    return bounds
 
 
 def _machine(proc: Path) -> tuple[int, int]:
@@ -68,15 +68,14 @@ def _machine(proc: Path) -> tuple[int, int]:
     return (total - kilobytes["MemAvailable:"]) * 1024, total * 1024
 
 
-def _cgroups(proc: Path) -> list[Bound]:
-    """Returns the limits of this process's group, then those of its parents up to the root of the mount.
+def _cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
+    """Yields the directory of this process's group, then those of its parents up to the root of the mount, each with
+    the version of its files.
 
     ``/proc/self/cgroup`` gives the group's path in its hierarchy, ``mountinfo`` which part of the hierarchy is mounted
     where. In a container without a cgroup namespace the path is the host's and the mount's root a prefix of it.
     """
-    total = _machine(proc)[1]
     mounts = _cgroup_mounts(proc)
-    bounds = []
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         version = 2 if not controllers else 1 if "memory" in controllers.split(",") else None
@@ -88,11 +87,9 @@ def _cgroups(proc: Path) -> list[Bound]:
         )
         group = mount if relative_path.startswith("..") else (mount / relative_path)
         for level in (group, *group.parents):
-            if (bound := _cgroup(level, version, total)) is not None:
-                bounds.append(bound)
+            yield level, version
             if level == mount:
                 break
-    return bounds
 
 
 def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
@@ -109,21 +106,12 @@ def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
     return mounts
 
 
-def _cgroup(group: Path, version: int, machine: int) -> Bound | None:
-    """Returns the limit of one group; None if it has none below the machine's memory."""
+def _cgroup(group: Path, version: int) -> tuple[int, int]:
     if version == 2:
         usage, limit, cached = "memory.current", "memory.max", ("inactive_file", "active_file")
     else:
         usage, limit = "memory.usage_in_bytes", "memory.limit_in_bytes"
         cached = ("total_inactive_file", "total_active_file")
-
-    def read() -> tuple[int, int]:
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / usage).read_text()) - sum(int(stat.get(name, 0)) for name in cached)
-        return used, int((group / limit).read_text())
-
-    try:
-        return Bound(f"the container ({group})", read) if read()[1] < machine else None
-    # No such controller here, or "max". Not OSError: a signal handler of the host may raise a TimeoutError in here.
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
-        return None
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / usage).read_text()) - sum(int(stat.get(name, 0)) for name in cached)
+    return used, int((group / limit).read_text())

@@ -28,7 +28,7 @@ from megaprof.capture.this_rank import ThisRank
 from megaprof.config.values import DEFAULT_SHARE, parse_limit
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
-from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
+from megaprof.parallel.machine import find_bounds, resident_bytes
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 GIB = 1 << 30
@@ -78,8 +78,8 @@ def group(path: Path, **files: str) -> None:
         (path / name.replace("__", ".")).write_text(text)
 
 
-def read(bounds: tuple[Bound, ...]) -> list[tuple[int, int]]:
-    return [bound.read() for bound in bounds]
+def read(bounds: dict[str, Callable[[], tuple[int, int]]]) -> list[tuple[int, int]]:
+    return [read() for read in bounds.values()]
 
 
 def test_control_groups_of_version_2(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_control_groups_of_version_2(tmp_path: Path) -> None:
     group(mount / "pod/container", memory__current="4000\n", memory__max="max\n", memory__stat=stat)
     found = find_bounds(proc(tmp_path, "0::/pod/container\n", f"30 23 0:26 / {mount} rw - cgroup2 cgroup2 rw\n"))
     assert read(found) == [(768 << 20, 1 << 30), (4500, 9000)]
-    assert "pod" in found[1].name
+    assert "pod" in list(found)[1]
 
 
 def test_control_groups_of_version_1_without_a_namespace(tmp_path: Path) -> None:
@@ -128,10 +128,9 @@ class Watched:
         self.resident, self.used, self.looks = 100, 100, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
-        bound = Bound("the container", self._read)
         self.done, self._arguments = threading.Event(), (limit, others, self._say)
         monkeypatch.setattr(guarding, "resident_bytes", lambda: self.resident)
-        monkeypatch.setattr(guarding, "find_bounds", lambda: (bound,))
+        monkeypatch.setattr(guarding, "find_bounds", lambda: {"the container": self._read})
         monkeypatch.setattr(guarding, "INTERVAL_SECONDS", 0.001)
 
     def start(self) -> None:
@@ -213,7 +212,7 @@ def test_the_thread_lives_while_it_watches_and_no_longer(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bounds() -> tuple[Bound, ...]:
+    def bounds() -> Any:
         raise OSError("no /proc here")
 
     said: list[str] = []
@@ -356,7 +355,7 @@ from megaprof.parallel.machine import find_bounds
 said = threading.Event()
 say = lambda reason: (print(reason), said.set())
 guarding.INTERVAL_SECONDS = 0.01
-print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
+print([read()[1] for name, read in find_bounds().items() if sys.argv[1] in name])
 guarding.watch_host_memory(threading.Event(), (None, 0.5), 0, say)
 print(said.wait(0.5))
 hoard = b"x" * (200 << 20)
