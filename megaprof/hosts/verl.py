@@ -53,33 +53,24 @@ _ROLES = {
     "actor_rollout_ref.rm": "reward",
     "actor_rollout_ref.rollout": "rollout",
 }
-_OF_ROLE = ["tool", "enable", "all_ranks", "ranks", "save_path", "tool_config", "global_tool_config", "discrete"]
-_AT_END = ["relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"]
-#: The profiling settings that verl has or had, by section: in its guide to Nsight Systems (``profile_steps``, and those
-#: of a role that begin with ``profile_``), and up to 0.6 (``step_start``, ``step_end``). With them, the values that ask
-#: for nothing beyond what megaprof does; None if every value is translated, refused, or for verl itself.
-_KNOWN: dict[str, dict[str, tuple[Any, ...] | None]] = {
-    "global_profiler": dict.fromkeys(
-        ["tool", "steps", "profile_continuous_steps", "global_tool_config", "save_path", *_AT_END]
-    ),
-    "profiler": dict.fromkeys([*_OF_ROLE, *_AT_END]),
-    "tool_config": dict.fromkeys(["torch", "nsys", "torch_memory", "npu", "precision_debugger"]),
-    "torch": {
-        **dict.fromkeys(["contents", "discrete", "schedule", "step_start", "step_end"]),
-        **dict.fromkeys(["profile_token_start", "profile_token_end"], (None,)),
-    },
-    "schedule": dict.fromkeys(["active", "skip_first", "wait", "warmup", "repeat"]),
-    "nsys": dict.fromkeys(["discrete", "controller_nsight_options", "worker_nsight_options"]),
-    "torch_memory": {
-        "trace_alloc_max_entries": (100_000,),
-        "stack_depth": (32,),
-        "memory_snapshot_num_steps": (1,),
-        "context": ("all",),
-        "stacks": ("all", "python"),
-        "kw_args": ({},),
-    },
-    "profile_": dict.fromkeys(["profile_ranks", "profile_ranks_all", "profile_discrete"]),
-    "trainer": dict.fromkeys(["profile_steps", "profile_interval"]),
+#: The profiling settings that verl has or had: in its guide to Nsight Systems they begin with ``profile_``, and up to
+#: 0.6 there were ``step_start`` and ``step_end``. Then those without effect, with the values that ask for nothing.
+_KNOWN = {
+    *("tool", "enable", "name", "steps", "profile_continuous_steps", "save_path", "all_ranks", "ranks", "discrete"),
+    *("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
+    *("contents", "step_start", "step_end", "active", "skip_first", "wait", "warmup", "repeat"),
+    *("controller_nsight_options", "worker_nsight_options"),
+    *("profile_steps", "profile_interval", "profile_ranks", "profile_ranks_all", "profile_discrete"),
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "profile_token_start": (),
+    "profile_token_end": (),
+    "trace_alloc_max_entries": (100_000,),
+    "stack_depth": (32,),
+    "memory_snapshot_num_steps": (1,),
+    "context": ("all",),
+    "stacks": ("all", "python"),
+    "kw_args": ({},),
 }
 #: The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there.
 NO_STEP = 2**31 - 1
@@ -215,8 +206,6 @@ def config_from(config: Any) -> ProfileConfig:
             "global_profiler.profile_continuous_steps: True is not valid: a file of megaprof's holds one step; valid: "
             "False"
         )
-    _heed("global_profiler", _get(config, "global_profiler", {}), "global_profiler")
-    _heed("trainer", _get(config, "trainer", {}), "trainer", prefix="profile")
     steps, early = _get(config, "global_profiler.steps"), _get(config, "trainer.profile_steps")
     if early is not None:
         early = _numbers("trainer.profile_steps", early)
@@ -228,15 +217,15 @@ def config_from(config: Any) -> ProfileConfig:
     # A tool is only named in later versions: the guide is to Nsight Systems.
     tool = _get(config, "global_profiler.tool", "nsys")
     save_path = _get(config, "global_profiler.save_path")
-    of_tool = f"global_profiler.global_tool_config.{tool}"
-    _heed(of_tool, _get(config, of_tool, {}), tool)
+    _heed("global_profiler", _get(config, "global_profiler"), tool)
+    _heed("trainer", _get(config, "trainer"), tool, prefix="profile")
     profilers = {}
     for role_path in _ROLES:
         section = _get(config, role_path, {})
-        _heed(role_path, section, "profile_", prefix="profile_")
+        _heed(role_path, section, tool, prefix="profile_")
         if (profiler := _get(section, "profiler")) is not None:
             profilers[f"{role_path}.profiler"] = profiler
-        if any(_get(section, name) is not None for name in _KNOWN["profile_"]):
+        if any(_get(section, name) is not None for name in ("profile_ranks", "profile_ranks_all", "profile_discrete")):
             if _get(profiler, "enable", False):
                 raise ValueError(
                     f"{role_path}.profile_*: not valid beside {role_path}.profiler.enable: True; valid: one"
@@ -273,10 +262,7 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
     section = "tool_config." + (tool if tool not in (TOOL, None) else "torch")
     for path, profiler in profilers.items():
         if path.endswith("profiler"):
-            _heed(path, profiler, "profiler")
-            _heed(f"{path}.tool_config", _get(profiler, "tool_config", {}), "tool_config")
-            _heed(f"{path}.{section}", _get(profiler, section, {}), section.rpartition(".")[2])
-            _heed(f"{path}.{section}.schedule", _get(profiler, f"{section}.schedule", {}), "schedule")
+            _heed(path, profiler, section.rpartition(".")[2])
     if steps is not None and not isinstance(steps, range):
         steps = _numbers("global_profiler.steps", steps)
     steps = _with_step_range(steps, enabled, section)
@@ -332,18 +318,22 @@ def _role(path: str) -> str | None:
     return _ROLES.get(path.removesuffix(".profiler"))
 
 
-def _heed(path: str, node: Any, section: str, prefix: str = "") -> None:
-    """Logs on rank 0 the settings of a section, of those whose names begin with ``prefix``, that have no effect."""
-    if section not in _KNOWN or os.environ.get("RANK", "0") != "0":  # a tool that is refused has no section
+def _heed(path: str, node: Any, tool: str | None, prefix: str = "") -> None:
+    """Logs on rank 0 the settings in ``node`` that have no effect, of those whose names begin with ``prefix``. Those of
+    other tools than ``tool`` are not looked at."""
+    if os.environ.get("RANK", "0") != "0":
         return
-    known = _KNOWN[section]
     for name in node if isinstance(node, Mapping) else getattr(node, "__dict__", ()):
-        if name.startswith("_") or not name.startswith(prefix) or name in ("name", "profiler"):
+        if name.startswith("_") or not name.startswith(prefix):
             continue
-        value, neutral = _get(node, name), known.get(name, ())
-        if name not in known:
-            logger.warning("megaprof: %s.%s: unknown, so it has no effect; known: %s", path, name, ", ".join(known))
-        elif neutral is not None and value is not None and value not in neutral:
+        value = _get(node, name)
+        if name in (tool, "tool_config", "global_tool_config", "schedule"):
+            _heed(f"{path}.{name}", value, tool)
+        elif name in (TOOL, *_TOOLS, "npu", "precision_debugger"):
+            continue
+        elif name not in (*_KNOWN, *_NEUTRAL):
+            logger.warning("megaprof: %s.%s: unknown, so it has no effect", path, name)
+        elif name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
             logger.warning("megaprof: %s.%s: %r has no effect with megaprof", path, name, value)
 
 
@@ -378,7 +368,7 @@ def _chosen_ranks(profilers: Mapping[str, Any], discrete: bool) -> dict[str, str
 
 def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
     schedule = _common(enabled, f"{section}.schedule")
-    for name in _KNOWN["schedule"] if schedule is not None else ():
+    for name in ("active", "skip_first", "wait", "warmup", "repeat"):
         value, valid = _get(schedule, name, 0), (0, 1) if name in ("active", "repeat") else (0,)
         if value not in valid:
             raise ValueError(
