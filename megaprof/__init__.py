@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.simulation import Simulation, simulate
     from megaprof.autoload.install import Handle, install_hooks, start, step, stop
-    from megaprof.capture.compat import check_offload
     from megaprof.capture.profiler import kernel_summary
     from megaprof.capture.roles import annotate, evaluation, role
     from megaprof.config.arguments import add_profile_args, config_from_args
@@ -30,7 +29,6 @@ _HOME = {
     "megaprof.analysis.report.report": ("analyze",),
     "megaprof.analysis.simulation": ("Simulation", "simulate"),
     "megaprof.autoload.install": ("Handle", "install_hooks", "start", "step", "stop"),
-    "megaprof.capture.compat": ("check_offload",),
     "megaprof.capture.profiler": ("kernel_summary",),
     "megaprof.capture.roles": ("annotate", "evaluation", "role"),
     "megaprof.config.arguments": ("add_profile_args", "config_from_args"),
@@ -45,7 +43,6 @@ __all__ = [
     "add_profile_args",
     "analyze",
     "annotate",
-    "check_offload",
     "config_from_args",
     "evaluation",
     "install_hooks",

@@ -12,11 +12,8 @@ does Megatron, which moves flat buffers.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from megaprof.config.options import ProfileConfig, flag
@@ -24,25 +21,6 @@ from megaprof.config.values import TRAIN_OVERALL
 
 #: Options that make the profiler hold weak references to tensors.
 HOLDING = ("record_shapes", "with_flops", "with_stack")
-
-
-def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_offload: bool, colocated: bool) -> None:
-    """Raises ValueError if the way in which a host offloads models would crash training during a window.
-
-    ``strategy`` is the host's name for its training backend (``fsdp``, ``fsdp2``, ``megatron``, ...). ``cpu_offload``
-    is true if FSDP2 offloads by itself (``CPUOffloadPolicy``), and ``colocated`` is true if models take turns on shared
-    GPUs. With ``config``, only the options that it sets count; without it, all options that hold tensors do.
-    """
-    if not strategy.strip().lower().startswith("fsdp") or cpu_offload or not colocated:
-        return
-    held = HOLDING if config is None else held_by(config)
-    if config is not None and not held:
-        return
-    raise ValueError(
-        f"strategy={strategy} cpu_offload={cpu_offload} colocated={colocated}: moving the model to the CPU under an "
-        f"open window fails ('Couldn't swap ...'), because the profiler holds its tensors ({_flags(held)}). Set "
-        f"cpu_offload=true, or do not colocate, or use Megatron, or drop {_flags(held)}"
-    )
 
 
 def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
@@ -57,30 +35,14 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
         raise ValueError(f"{' and '.join(lasting)}: {refusal(held)}")
 
 
-def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
-    """Raises ValueError if a daemon may request captures of its own. With ``KINETO_USE_DAEMON`` Kineto gets them from
-    dynolog, and cancels a running one when a window opens (``prepareTrace`` of Kineto's controller)."""
-    if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
-        return
-    directory, sockets = env.get("KINETO_IPC_SOCKET_DIR"), ""
-    name = os.path.join(directory, "dynolog") if directory else "@dynolog"
-    with suppress(OSError):  # not Linux, where there is no dynolog
-        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-    if any(line.endswith(f" {name}") for line in sockets.splitlines()):
-        raise ValueError(
-            f"KINETO_USE_DAEMON={env['KINETO_USE_DAEMON']} and a running dynolog are not valid beside {flag('target')} "
-            f"with {flag('tool')} torch: a process records one capture at once, and a window would cancel dynolog's. "
-            "Valid: KINETO_USE_DAEMON unset, or no windows of the torch profiler"
-        )
-
-
 def refusal(held: tuple[str, ...]) -> str:
     """Returns why a window whose profiler holds tensors by the options ``held`` must not be open between calls of a
     model that is offloaded manually."""
+    options = ", ".join(map(flag, held))
     return (
-        f"with {_flags(held)} on an FSDP2 model its window would be open between calls, and moving the model to "
+        f"with {options} on an FSDP2 model its window would be open between calls, and moving the model to "
         "the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy (cpu_offload=true), or Megatron, "
-        f"or another target, or drop {_flags(held)}"
+        f"or another target, or drop {options}"
     )
 
 
@@ -106,7 +68,3 @@ def _has_policy(module: Any, policy: type) -> bool:
     except AttributeError:
         return False
     return all(group is None or isinstance(getattr(group, "offload_policy", None), policy) for group in groups)
-
-
-def _flags(names: Iterable[str]) -> str:
-    return ", ".join(map(flag, names))

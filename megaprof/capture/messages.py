@@ -6,9 +6,7 @@ once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
@@ -18,7 +16,7 @@ from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
 from megaprof.recorders.timeline_steps import BEFORE, BEHIND
-from megaprof.runtime.isolation import Suppressed, logger
+from megaprof.runtime.isolation import logger
 
 #: The most steps that a message lists.
 _LISTED = 5
@@ -85,21 +83,6 @@ def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
         logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
     else:
         logger.info("megaprof ends: %s", done)
-
-
-def note_in_span(window: Window) -> None:
-    """Adds an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread. The event
-    has the prefix of the window's file names. Does not import OpenTelemetry, and does nothing without a span."""
-    trace: Any = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return
-    file = window.path("", "").name
-    facts = {"target": window.target, "role": window.role, "step": window.step, "file": file}
-    attributes = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
-    with Suppressed(Exception):  # the capture is complete even if the event fails
-        span = trace.get_current_span()
-        if span.is_recording():
-            span.add_event("megaprof.capture", attributes)
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:

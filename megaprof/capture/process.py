@@ -74,6 +74,10 @@ class Process:
         """The sessions (`megaprof.capture.session.Session`) whose hooks are installed, in the order of installation."""
         self.window: OpenWindow | None = None
         """The open window; None if there is none. Kineto holds one session, so a process has at most one window."""
+        self.started: Any = None
+        """The `megaprof.Handle` of the hooks that a controller started in this process; None if none did."""
+        self.step = 0
+        """The controller's number of the running step."""
         self.thread: int | None = None
         """The thread that opened the last window. Only that thread can close it."""
         self.disturbed = False

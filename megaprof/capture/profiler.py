@@ -20,7 +20,7 @@ from megaprof.capture.session import Session
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
-from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child
+from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
@@ -318,7 +318,12 @@ def _forget() -> None:
     _put_back()
     process.dispatcher.forget()
     process.background.forget()
-    in_forked_child(recording=process.window is not None)
+    if process.window is not None:
+        import torch
+
+        # Nobody would ever read what the child records. The profiler cannot be stopped here: CUPTI and Kineto's threads
+        # stayed in the parent.
+        torch._C._autograd._enable_record_function(False)
     for of_parent in (process.sessions, process.capturers, process.answers, process.asked):
         of_parent.clear()
     process.window = None

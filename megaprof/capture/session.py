@@ -15,10 +15,10 @@ from megaprof.artifacts.writer import Writer
 from megaprof.capture import compat
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
 from megaprof.capture.bounds import capturing, watch_host_memory
-from megaprof.capture.messages import note_in_span, say_end, say_window
+from megaprof.capture.messages import say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
-from megaprof.capture.this_rank import ThisRank, check_role
+from megaprof.capture.this_rank import ThisRank
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
@@ -247,8 +247,18 @@ class Session:
         self.demand = None
 
     def _meet(self, role: str | None) -> None:
+        """Logs which selected ranks of ``role`` do not exist, when the role runs in this process for the first time.
+
+        That is not an error, and cannot be checked earlier: until a role runs, nobody knows in which process it will,
+        and roles may run in jobs of different sizes.
+        """
         self._roles.add(role)
-        check_role(self.config, str(role), self.coords)
+        selector = self.config.selector(role)
+        try:
+            if selector is not None:
+                selector.check(self.coords.sizes, option=self.config.select_option(role))
+        except ValueError as mistake:
+            logger.warning("megaprof: %s; %s is captured on the ranks that exist", mistake, role)
 
     def _check_work(self, opened: OpenWindow, facts: CallFacts) -> None:
         """Discards an open window of annotated work whose first call shows a model that must not be in one."""
@@ -369,7 +379,6 @@ class Session:
             self._windows += 1
             if self.timeline is not None:
                 self.timeline.captured(window.target, window.role)
-            note_in_span(window)
             tasks: list[Callable[[list[str]], object]] = [partial(say_window, window)] if self._speaks else []
             if (demand := opened.demand) is not None:
                 demand.saved += 1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaprof.capture.compat import check_daemon, check_model
+from megaprof.capture.compat import check_model
 from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import shard
@@ -21,7 +20,7 @@ from megaprof.parallel.megatron import (
 )
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.runtime.isolation import logger, show_lines
+from megaprof.runtime.isolation import show_lines
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ThisRank:
 
         Raises ValueError for selected ranks that the job does not have, and for a model that cannot be profiled this
         way. Does not check the ranks of other roles, because such a role may run in a job of another size. If it runs
-        in this job, `check_role` logs which of its ranks do not exist.
+        in this job, its session logs which of its ranks do not exist.
         """
         coords, layout = _place(models, groups, pipeline=pipeline)
         role_selector = config.selector(role)
@@ -66,7 +65,6 @@ class ThisRank:
         if timed is not None:
             timed.check(coords.sizes, layout, option=config.named("timeline_select"))
         check_model(config, models or ())
-        check_daemon(config, os.environ)
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
         selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
         ranks, local = _selected(selectors, coords, layout), local_ranks() or 1
@@ -133,18 +131,3 @@ def moved(before: RankCoords) -> bool:
         return False
     now = coords_from_parallel_state()
     return replace(now, sizes=replace(now.sizes, vpp=before.sizes.vpp)) != before
-
-
-def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
-    """Logs which selected ranks of ``role`` do not exist, when the role runs in this process for the first time.
-
-    That is not an error, and cannot be checked earlier: until a role runs, nobody knows in which process it will, and
-    roles may run in jobs of different sizes.
-    """
-    selector = config.selector(role)
-    if selector is None:
-        return
-    try:
-        selector.check(coords.sizes, option=config.select_option(role))
-    except ValueError as mistake:
-        logger.warning("megaprof: %s; %s is captured on the ranks that exist", mistake, role)

@@ -288,8 +288,12 @@ class ProfileConfig:
                 f"{flag('discrete')} and {flag('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "
                 f"one a step with all roles in it. Drop one, or give {flag('target')} train_actor train_log_probs"
             )
+        if self.on_demand and is_remote(self.dir):
+            raise ValueError(
+                f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
+                "that all ranks and your shell see. Give a directory"
+            )
         self._check_tools()
-        self._check_on_demand()
         if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
 
@@ -319,13 +323,6 @@ class ProfileConfig:
                 raise ValueError(f"{flag(name)} has no effect with {activities}: add cpu, or drop {flag(name)}")
         if "stacks" in self.export and not self.with_stack:
             raise ValueError(f"{flag('export')} stacks has no stacks to export: add {flag('with_stack')}")
-
-    def _check_on_demand(self) -> None:
-        if self.on_demand and is_remote(str(self.dir)):
-            raise ValueError(
-                f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
-                "that all ranks and your shell see. Give a directory"
-            )
 
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")

@@ -1,4 +1,4 @@
-"""The end of a process, at exit or by SIGTERM, and its forks."""
+"""The end of a process, at exit or by SIGTERM."""
 
 from __future__ import annotations
 
@@ -163,12 +163,3 @@ def at_exit(finish: Callable[[], None]) -> Callable[[], None]:
             finalizer.cancel()
 
     return disarm
-
-
-def in_forked_child(*, recording: bool) -> None:
-    """Stops recording in a child that was forked inside a window. Nobody would ever read what it records."""
-    if recording:
-        import torch
-
-        # The profiler cannot be stopped here: CUPTI and Kineto's threads stayed in the parent.
-        torch._C._autograd._enable_record_function(False)

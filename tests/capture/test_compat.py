@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +12,9 @@ from torch import nn
 from megaprof import ProfileConfig, annotate, install_hooks
 from megaprof.capture import compat
 from megaprof.capture.agenda import Demand
-from megaprof.capture.compat import HOLDING, check_daemon, check_model, check_offload, held_by, offloads_manually
+from megaprof.capture.compat import HOLDING, check_model, held_by, offloads_manually
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
-@pytest.mark.parametrize("abstract", [True, False])
-def test_windows_beside_a_running_dynolog_are_refused(abstract: bool, tmp_path: Path) -> None:
-    config = ProfileConfig(("train_actor",), str(tmp_path))
-    env = {"KINETO_USE_DAEMON": "1", **({} if abstract else {"KINETO_IPC_SOCKET_DIR": str(tmp_path)})}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dynolog:
-        try:
-            dynolog.bind("\0dynolog" if abstract else str(tmp_path / "dynolog"))
-        except OSError:
-            pytest.skip("a dynolog runs on this machine")
-        with pytest.raises(ValueError, match="KINETO_USE_DAEMON=1 and a running dynolog are not valid beside"):
-            check_daemon(config, env)
-        for other in (env | {"KINETO_USE_DAEMON": "0"}, {}):
-            check_daemon(config, other)
-        check_daemon(replace(config, tool=("timeline",)), env)
-    check_daemon(config, env | {"KINETO_IPC_SOCKET_DIR": str(tmp_path / "none")})
 
 
 # conftest's world of one rank is enough: FSDP2 shards over a mesh of it.
@@ -84,25 +63,6 @@ def test_nothing_is_held_without_those_options() -> None:
 
 def on(**fields: Any) -> ProfileConfig:
     return ProfileConfig(**{"target": ("train_overall",), "dir": "/t", **fields})
-
-
-CRASHING: dict[str, Any] = {"strategy": "fsdp2", "cpu_offload": False, "colocated": True}
-
-
-def test_a_host_that_offloads_so_is_refused_and_told_what_to_change() -> None:
-    with pytest.raises(ValueError, match="Couldn't swap") as refusal:
-        check_offload(on(with_stack=True), **CRASHING)
-    for word in ("cpu_offload=true", "do not colocate", "use Megatron", "drop --profile-with-stack"):
-        assert word in str(refusal.value)
-    with pytest.raises(ValueError, match="strategy=fsdp2 cpu_offload=False colocated=True"):
-        check_offload(**CRASHING)
-
-
-@pytest.mark.parametrize("change", [{"strategy": "megatron"}, {"cpu_offload": True}, {"colocated": False}])
-def test_everything_else_is_accepted(change: dict[str, Any]) -> None:
-    check_offload(on(with_stack=True), **{**CRASHING, **change})
-    check_offload(on(), **CRASHING)
-    check_offload(ProfileConfig(), **CRASHING)
 
 
 def test_what_holds_tensors_is_the_torch_profiler() -> None:

@@ -1,16 +1,11 @@
-"""What is said at the end of a run, and a capture in the host's own trace."""
+"""What is said at the end of a run."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.messages import never_came
 from tests.capture.planning import ACTOR, EVALUATE, LOG_PROBS, OVERALL, Call, agenda, rl, train, windows_of
 
@@ -64,24 +59,3 @@ def test_what_never_came(calls: list[Call], targets: tuple[str, ...], options: d
     run = agenda(*targets, **{"select": "all", **options})
     windows_of(run, calls)
     assert list(never_came(run._config, run)) == said
-
-
-def test_the_hosts_span_names_the_capture(one_rank: Any, tmp_path: Path) -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("host")
-    config = ProfileConfig(("train_actor",), str(tmp_path), steps="1", activities=("cpu",))
-    with install_hooks(one_rank.chunks, config, role="actor"):
-        for _ in range(2):
-            with tracer.start_as_current_span("step"):
-                one_rank.train_step()
-    first, second = exporter.get_finished_spans()
-    (event,) = second.events
-    assert not first.events
-    assert event.name == "megaprof.capture"
-    assert dict(event.attributes or {}) == {
-        "megaprof.target": "train_actor",
-        "megaprof.role": "actor",
-        "megaprof.step": 1,
-        "megaprof.file": next(tmp_path.glob("*.pt.trace.json.gz")).name.partition(".pt.")[0],
-    }
