@@ -6,12 +6,17 @@ ranks are laid out and its arguments are parsed, so ``install_hooks()`` runs the
 host that trains without Megatron's schedule gets its hooks before its first batch. The functions of a host that say
 more about a call (`registry` next to this file) are wrapped when their modules are imported.
 
+If no hooks went in, the first armed process logs a line at its end, with the condition that was not met, for all
+processes that it started: a launcher never trains itself, and each of its ranks would log the same. If they run on the
+same machine, they mark how far they came in a directory that the first process made for them.
+
 `environment` makes a process arm itself: it puts the directory ``path`` beside this file on ``PYTHONPATH``, and Python
 runs the ``sitecustomize.py`` in it at start-up. Child processes inherit it, however they are started.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.abc
 import os
@@ -23,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.runtime.armed import armed
+from megaprof.runtime.armed import INSTALLED, armed
 from megaprof.runtime.isolation import Suppressed, logger
 
 if TYPE_CHECKING:
@@ -38,6 +43,20 @@ _RAY = "ray._private.worker"
 #: Packages that have a module to watch. All others pass the finder at the cost of one look-up.
 _HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
 _ROOTS = _HOSTS | {"ray"}
+#: Names process and directory of the first process. Not one of ``MEGAPROF_*``, because those are options.
+_FIRST = "_MEGAPROF_FIRST"
+#: Variables of launchers with a process's rank. Only rank 0 logs the line.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+#: How far a process may come, in this order.
+_REASONS = (
+    "neither torch nor megatron.core was imported",
+    "torch was imported, but megatron.core was not, and no step of a trainer that megaprof supports without it ran",
+    "megatron.core was imported, but not megatron.core.pipeline_parallel.schedules",
+    "megatron.core was imported, but no call of its schedules was seen, nor of get_forward_backward_func(), which "
+    "returns them",
+    "a schedule of megatron.core was asked for or called, but neither had megatron.core.parallel_state been "
+    "initialised, nor was the schedule given process groups",
+)
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -85,27 +104,18 @@ class _Finder(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
+                loader = spec.loader
+                if loader is not None:
+                    loader.exec_module = functools.partial(_execute, loader, loader.exec_module)
                 return spec  # type: ignore[no-any-return]
         return None
 
 
-class _Loader(importlib.abc.Loader):
-    """Calls `_loaded` after the module's own loader. It leaves no trace in the module."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _loaded(module.__name__)
+def _execute(loader: Any, execute: Callable[[ModuleType], object], module: ModuleType) -> None:
+    """Runs a module as its ``loader`` does, which is as it was before from then on, and hooks the module."""
+    loader.exec_module = execute
+    execute(module)
+    _loaded(module.__name__)
 
 
 def _watched(name: str) -> bool:
@@ -121,7 +131,7 @@ def _watched(name: str) -> bool:
 def _loaded(name: str) -> None:
     try:
         if name == _RAY:
-            from megaprof.autoload.job_end import before_ray_ends, between_methods
+            from megaprof.autoload.ray import before_ray_ends, between_methods
 
             before_ray_ends(sys.modules[name], _finish_job)
             between_methods(sys.modules[name].FunctionActorManager)
@@ -148,7 +158,7 @@ def _config() -> ProfileConfig:
 
 def _finish_job() -> None:
     """Waits for the files of the job's other processes. This process runs the job, which is over."""
-    from megaprof.autoload.job_end import wait
+    from megaprof.autoload.ray import wait
 
     try:
         config = _config()
@@ -263,3 +273,47 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
             "megaprof: the hooks could not be installed, profiling is off: %s: %s", type(fault).__name__, fault
         )
     return True
+
+
+def watch() -> None:
+    """Has this process log the line at its end, or leave a mark for the process that will."""
+    from tempfile import mkdtemp  # not in every process that only waits for megatron-core
+
+    pid, _, directory = os.environ.get(_FIRST, "").partition(":")
+    if not directory:
+        directory = mkdtemp(prefix="megaprof-")
+        os.environ[_FIRST] = f"{os.getpid()}:{directory}"
+    armed.marks = Path(directory)
+    is_first = pid in ("", str(os.getpid()))  # this process may have run another program before, which set the variable
+    atexit.register(_log_reason if is_first else _mark_progress, os.getpid())
+
+
+def _progress() -> int:
+    """Returns how far this process came, as the index of a reason in `_REASONS`."""
+    if "megatron.core.pipeline_parallel.schedules" in sys.modules:
+        return 4 if armed.asked_too_early else 3
+    if "megatron.core" in sys.modules:
+        return 2
+    return int("torch" in sys.modules)
+
+
+def _mark_progress(pid: int) -> None:
+    if pid == os.getpid():  # not in a fork of it
+        armed.mark(str(_progress()))
+
+
+def _log_reason(pid: int) -> None:
+    if pid != os.getpid():
+        return
+    _mark_progress(pid)
+    from shutil import rmtree
+
+    marks = set() if armed.marks is None else {path.name for path in armed.marks.glob("*")}
+    if armed.marks is not None:
+        rmtree(armed.marks, ignore_errors=True)
+    if INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
+        return
+    furthest = max((int(mark) for mark in marks if mark.isdigit()), default=0)
+    processes = "this process" if marks == {str(_progress())} else "this process, or those that it started here"
+    reason = _REASONS[min(furthest, len(_REASONS) - 1)]
+    logger.warning("megaprof: no hooks were installed in %s; nothing was captured: %s", processes, reason)

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.writer import FinishHook, open_writer
-from megaprof.autoload import job_end, megatron_lm, registry
+from megaprof.autoload import megatron_lm, registry
 from megaprof.capture import profiler
 from megaprof.capture.process import process
 from megaprof.capture.session import Session
@@ -36,6 +36,7 @@ from megaprof.metrics.sinks import Overview
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline import TimelineRecorder
+from megaprof.runtime.armed import INSTALLED, armed
 from megaprof.runtime.isolation import Contained, in_full
 
 
@@ -133,7 +134,7 @@ def install_hooks(
     if not isinstance(config, ProfileConfig):
         args = megatron_lm.arguments() if config is None else config
         config = ProfileConfig.from_env() if args is None else config_from_args(args)
-    job_end.installed()
+    armed.mark(INSTALLED)
     role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(config, role)
     if not config.enabled or config.never:
@@ -185,14 +186,6 @@ def install_hooks(
     return handle
 
 
-class _Started:
-    """The hooks that `start` installed in this process."""
-
-    handle: Handle | None = None
-    number = 0
-    """The controller's number of the running step."""
-
-
 def start(
     config: ProfileConfig | argparse.Namespace | None = None,
     *,
@@ -209,10 +202,10 @@ def start(
     Returns True if this process records anything. A second start before a stop changes nothing. Raises ValueError for a
     configuration that cannot be honoured.
     """
-    if _Started.handle is None:
-        _Started.number = first
-        _Started.handle = install_hooks(model, config, role=role, iteration=lambda: _Started.number, pipeline=pipeline)
-    return _Started.handle.active
+    if process.started is None:
+        process.step = first
+        process.started = install_hooks(model, config, role=role, iteration=lambda: process.step, pipeline=pipeline)
+    return bool(process.started.active)
 
 
 def step(number: int | None = None) -> int:
@@ -220,8 +213,8 @@ def step(number: int | None = None) -> int:
 
     Costs nothing without a start.
     """
-    _Started.number = _Started.number + 1 if number is None else number
-    return _Started.number
+    process.step = process.step + 1 if number is None else number
+    return process.step
 
 
 def stop(timeout: float = 60.0) -> bool:
@@ -229,11 +222,11 @@ def stop(timeout: float = 60.0) -> bool:
 
     Returns True if every file is complete within ``timeout`` seconds.
     """
-    handle, _Started.handle = _Started.handle, None
+    handle, process.started = process.started, None
     if handle is None:
         return True
     handle.remove()
-    return handle.flush(timeout)
+    return bool(handle.flush(timeout))
 
 
 def _listen(session: Session, directory: str) -> None:

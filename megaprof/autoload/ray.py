@@ -1,4 +1,5 @@
-"""Ray: hooks in every worker process, by Ray's own ``worker_process_setup_hook`` and the ``MEGAPROF_*`` environment.
+"""Ray: hooks in every worker process, by Ray's own ``worker_process_setup_hook`` and the ``MEGAPROF_*`` environment;
+and the end of a job, which waits for the files of its workers: when a driver is done, Ray kills them with SIGKILL.
 
     ray.init(runtime_env=megaprof.autoload.ray.runtime_env(config))
     ray job submit --runtime-env-json "$(megaprof run --profile-... --ray-runtime-env)" -- python train.py ...
@@ -9,19 +10,29 @@ environment of ``megaprof run -- python train.py ...``.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import inspect
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload.arming import arm
-from megaprof.autoload.job_end import before_ray_ends, wait
+from megaprof.runtime.isolation import Suppressed, logger
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
 HOOK = "worker_process_setup_hook"
+#: Arms a worker process: Ray calls it before the first task or actor there.
+ARM = "megaprof.autoload.arming.arm"
+_POLL = 0.25
+#: How far the clocks of two machines may be apart, in seconds.
+_SKEW = 60.0
 
 
 def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -30,17 +41,17 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
     It also makes this process, the driver, wait for the workers' files before Ray ends them. Megaprof must be installed
     where the workers run. A relative directory is made absolute, because workers have another working directory. A
     configuration without a target adds nothing. Raises ValueError for a ``base`` that has a set-up hook already: call
-    ``megaprof.autoload.ray.setup()`` in that one, and pass ``config.to_env()`` on.
+    ``megaprof.autoload.arming.arm()`` in that one, and pass ``config.to_env()`` on.
     """
     merged = dict(base or {})
     if not config.enabled:
         return merged
     if HOOK in merged:
         raise ValueError(
-            f"runtime_env: {HOOK} is {merged[HOOK]!r} already; call megaprof.autoload.ray.setup() in it instead, and "
+            f"runtime_env: {HOOK} is {merged[HOOK]!r} already; call {ARM}() in it instead, and "
             "put the MEGAPROF_ variables of ProfileConfig.to_env() into env_vars"
         )
-    merged[HOOK] = f"{__name__}.{setup.__name__}"
+    merged[HOOK] = ARM
     merged["env_vars"] = {**merged.get("env_vars", {}), **config.to_env()}
     worker = sys.modules.get("ray._private.worker")
     if worker is not None:
@@ -48,6 +59,112 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
     return merged
 
 
-def setup() -> None:
-    """Arms a worker process: Ray calls it before the first task or actor there."""
-    arm()
+def wait(config: ProfileConfig, since: float) -> None:
+    """Waits for the files of a job that began at ``since`` (seconds since the epoch), at most for
+    ``--profile-flush-seconds``. Never raises."""
+    try:
+        from megaprof.artifacts.places import is_remote
+
+        if config.enabled and not is_remote(str(config.dir)):
+            wait_for_files(str(config.dir), config.flush_seconds, since)
+    except Exception as fault:
+        logger.warning("megaprof: files could not be waited for: %r", fault)
+
+
+def wait_for_files(directory: str, seconds: float, since: float) -> bool:
+    """Waits until no process works on a file of this job in ``directory``, at most ``seconds``. Returns False if some
+    file is not finished then; a log line names it. Files on a disk that is not seen from here are not waited for.
+
+    ``since``: when the job started, in seconds since the epoch. A file that nobody touched since then belongs to
+    another job.
+    """
+    deadline = time.monotonic() + seconds
+    was_finished = False
+    while True:
+        unfinished = sorted(_unfinished(directory, since - _SKEW))
+        if not unfinished and was_finished:
+            return True
+        if unfinished and time.monotonic() >= deadline:
+            logger.error("megaprof: not finished within %.0f s: %s", seconds, ", ".join(unfinished))
+            return False
+        was_finished = not unfinished  # a second look: the writer may be about to begin with the next file
+        time.sleep(_POLL)
+
+
+def _unfinished(directory: str, since: float) -> Iterator[str]:
+    from megaprof.formats.names import is_leftover, is_unfinished  # most processes that are armed never need it
+
+    for folder in (directory, *(str(path) for path in Path(directory).glob("ranks*-*"))):
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        for entry in entries:
+            if is_unfinished(entry.name) and not is_leftover(entry.name):
+                try:
+                    if entry.stat(follow_symlinks=False).st_mtime >= since:
+                        yield entry.name
+                except OSError:
+                    continue  # finished meanwhile
+
+
+def before_ray_ends(worker: ModuleType, finish: Callable[[], object]) -> None:
+    """Makes Ray call ``finish`` before ``ray.shutdown`` and before the driver's end, which both kill the job's workers,
+    whatever they are doing; a worker does not call it. ``worker`` is Ray's module of that name. The first call
+    counts."""
+    shutdown = worker.shutdown
+    if hasattr(shutdown, "_megaprof"):
+        return
+
+    def finish_as_driver() -> None:
+        if worker.global_worker.mode != worker.WORKER_MODE:
+            finish()
+
+    @functools.wraps(shutdown)
+    def finish_and_shut_down(*args: Any, **kwargs: Any) -> Any:
+        finish_as_driver()
+        return shutdown(*args, **kwargs)
+
+    finish_and_shut_down._megaprof = True  # type: ignore[attr-defined]
+    for module in (worker, sys.modules.get("ray")):  # the package has it by name, once it is loaded
+        if module is not None and getattr(module, "shutdown", None) is shutdown:
+            module.shutdown = finish_and_shut_down  # type: ignore[attr-defined]
+    atexit.register(finish_as_driver)  # runs before Ray's own, which was registered when its module was loaded
+
+
+def between_methods(manager: Any) -> None:
+    """Makes Ray say when it runs a method of an actor in this process: between two of them, the actor waits for its
+    controller. ``manager`` is Ray's class ``FunctionActorManager`` (2.9 to 2.60)."""
+    make = manager._make_actor_method_executor
+    if hasattr(make, "_megaprof"):
+        return
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        executor = make(*args, **kwargs)
+        with Suppressed(Exception):  # another version of Ray's may make another kind of executor
+            return _asking(executor)
+        return executor
+
+    made._megaprof = True  # type: ignore[attr-defined]
+    manager._make_actor_method_executor = made
+
+
+def _asking(executor: Any) -> Any:
+    """Returns an executor of an actor's method that says when it runs. That of a generator only makes one, and stays as
+    it is."""
+    if inspect.isgeneratorfunction(executor.method) or inspect.isasyncgenfunction(executor.method):
+        return executor
+    from megaprof.capture.process import process
+
+    @functools.wraps(executor)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with process.parts.asked():
+            return executor(*args, **kwargs)
+
+    @functools.wraps(executor)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        with process.parts.asked():
+            return await executor(*args, **kwargs)
+
+    return coroutine if inspect.iscoroutinefunction(executor.method) else method

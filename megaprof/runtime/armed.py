@@ -8,6 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megaprof.runtime.isolation import Suppressed
+
+#: The mark of a process that asked for hooks. What becomes of them is logged elsewhere.
+INSTALLED = "installed"
+
 
 def _not_armed(**options: Any) -> bool:
     return True
@@ -36,9 +41,15 @@ class Armed:
         """True until the hooks are installed or cannot be. While it is, the first batch of a trainer without Megatron's
         schedule installs them."""
         self.marks: Path | None = None
-        """The directory where the processes of a job mark how far they came (`autoload.job_end`), if any."""
+        """The directory where the processes of a job mark how far they came (`autoload.arming`), if any."""
         self.asked_too_early = False
         """True if the host asked for a schedule, or called one, before Megatron-Core's process groups existed."""
+
+    def mark(self, name: str) -> None:
+        """Leaves a mark for the first process of the job: how far this one came, or that hooks were asked for."""
+        if self.marks is not None:
+            with Suppressed(OSError):  # on another machine, or the first process is gone
+                (self.marks / name).touch()
 
 
 armed = Armed()

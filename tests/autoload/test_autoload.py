@@ -91,12 +91,12 @@ def test_an_interpreter_without_megaprof_still_finds_it(env: dict[str, str], tmp
 def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict[str, str]) -> None:
     """An idle worker of Ray's: the set-up hook runs in every one of them, and there are many."""
     code = (
-        "import sys, megaprof.autoload.ray as r; r.setup(); import json, email.message, xml; "
+        "import sys, megaprof.autoload.arming as a; a.arm(); import json, email.message, xml; "
         "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('megaprof', 'torch', 'numpy')))"
     )
     run = python(code, env | {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "/nowhere"})
     assert run.stderr == ""
-    autoload = [f"megaprof.autoload{name}" for name in ("", ".arming", ".job_end", ".ray")]
+    autoload = [f"megaprof.autoload{name}" for name in ("", ".arming")]
     assert ast.literal_eval(run.stdout) == [
         "megaprof",
         *autoload,

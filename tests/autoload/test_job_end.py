@@ -14,9 +14,9 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.artifacts import writer
 from megaprof.artifacts.writer import Artifact, Writer
-from megaprof.autoload import job_end
+from megaprof.autoload import arming, ray
 from megaprof.autoload.arming import environment
-from megaprof.autoload.job_end import wait_for_files
+from megaprof.autoload.ray import wait_for_files
 from megaprof.formats.names import raw_path
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def said(tmp_path: Path, *command: str, **env: str) -> list[str]:
 def test_one_line_says_how_far_it_came(tmp_path: Path, code: str, came: int) -> None:
     (line,) = said(tmp_path, "-c", code)
     assert line.startswith("megaprof: no hooks were installed in this process")
-    assert line.endswith(job_end._REASONS[came])
+    assert line.endswith(arming._REASONS[came])
 
 
 @pytest.mark.slow
@@ -115,11 +115,15 @@ def test_a_launcher_says_it_once_for_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     (line,) = said(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    assert line.endswith(job_end._REASONS[1])
+    assert line.endswith(arming._REASONS[1])
 
 
 @pytest.mark.parametrize(
-    "code", ["import megaprof; megaprof.install_hooks(None)", "import megaprof.autoload.job_end as u; u.installed()"]
+    "code",
+    [
+        "import megaprof; megaprof.install_hooks(None)",
+        "from megaprof.runtime.armed import armed; armed.mark('installed')",
+    ],
 )
 def test_whoever_asked_for_hooks_hears_of_them_elsewhere(tmp_path: Path, code: str) -> None:
     off = "import os; del os.environ['MEGAPROF_TARGET']; "
@@ -137,5 +141,5 @@ def test_an_executor_of_another_kind_stays_as_it_is() -> None:
         def _make_actor_method_executor(self, name: str) -> object:
             return name
 
-    job_end.between_methods(Manager)
+    ray.between_methods(Manager)
     assert Manager()._make_actor_method_executor("of a later version of Ray's") == "of a later version of Ray's"

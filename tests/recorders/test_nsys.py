@@ -194,7 +194,7 @@ def test_a_missing_rank_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_ray_gets_whole_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--profile-dir", str(tmp_path), "--ray"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["worker"]["worker_process_setup_hook"] == "megaprof.autoload.ray.setup"
+    assert found["worker"]["worker_process_setup_hook"] == "megaprof.autoload.arming.arm"
     for env in found.values():
         assert ProfileConfig.from_env(env["env_vars"]).tool == ("nsys",)
         assert env["nsight"]["o"].startswith(str(tmp_path))

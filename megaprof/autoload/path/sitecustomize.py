@@ -25,10 +25,8 @@ def _arm() -> None:
                 import megaprof.autoload.arming
             finally:
                 sys.path.remove(home)
-        import megaprof.autoload.job_end
-
         megaprof.autoload.arming.arm()
-        megaprof.autoload.job_end.watch()
+        megaprof.autoload.arming.watch()
     except Exception as fault:
         print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
 
