@@ -60,15 +60,6 @@ class Handle:
         """Waits until every file of closed windows is complete. Returns False after ``timeout`` seconds."""
         return self._session is None or self._session.writer.flush(timeout)
 
-    def kernel_summary(self, timeout: float = 0.0, role: str | None = None) -> dict[str, Any] | None:
-        """Returns the kernel summary (``.kernels.json``) of the last closed window, or of the last one of ``role``.
-
-        It is plain data that can be pickled. None if it is still being made after ``timeout`` seconds; a summary of an
-        older window is never returned. Also None without ``--profile-kernels``, on a rank that captures nothing, and
-        after a failure, which is logged. Works after ``remove``, too.
-        """
-        return None if self._session is None else self._session.kernel_summary(timeout, role)
-
     def remove(self) -> None:
         """Closes an open window, finishes its files, and puts back every original function. May be called again.
 

@@ -59,36 +59,35 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
     return merged
 
 
-def wait(config: ProfileConfig, since: float) -> None:
-    """Waits for the files of a job that began at ``since`` (seconds since the epoch), at most for
-    ``--profile-flush-seconds``. Never raises."""
-    try:
-        from megaprof.artifacts.places import is_remote
-
-        if config.enabled and not is_remote(str(config.dir)):
-            wait_for_files(str(config.dir), config.flush_seconds, since)
-    except Exception as fault:
-        logger.warning("megaprof: files could not be waited for: %r", fault)
-
-
-def wait_for_files(directory: str, seconds: float, since: float) -> bool:
-    """Waits until no process works on a file of this job in ``directory``, at most ``seconds``. Returns False if some
-    file is not finished then; a log line names it. Files on a disk that is not seen from here are not waited for.
+def wait(config: ProfileConfig, since: float) -> bool:
+    """Waits until no process works on a file of this job in the save path, at most for ``--profile-flush-seconds``.
+    Returns False if some file is not finished then; a log line names it. Files on a disk that is not seen from here are
+    not waited for. Never raises.
 
     ``since``: when the job started, in seconds since the epoch. A file that nobody touched since then belongs to
     another job.
     """
-    deadline = time.monotonic() + seconds
+    from megaprof.artifacts.places import is_remote
+
+    directory = str(config.dir)
+    if not config.enabled or is_remote(directory):
+        return True
+    deadline = time.monotonic() + config.flush_seconds
     was_finished = False
-    while True:
-        unfinished = sorted(_unfinished(directory, since - _SKEW))
-        if not unfinished and was_finished:
-            return True
-        if unfinished and time.monotonic() >= deadline:
-            logger.error("megaprof: not finished within %.0f s: %s", seconds, ", ".join(unfinished))
-            return False
-        was_finished = not unfinished  # a second look: the writer may be about to begin with the next file
-        time.sleep(_POLL)
+    try:
+        while True:
+            unfinished = sorted(_unfinished(directory, since - _SKEW))
+            if not unfinished and was_finished:
+                return True
+            if unfinished and time.monotonic() >= deadline:
+                names = ", ".join(unfinished)
+                logger.error("megaprof: not finished within %.0f s: %s", config.flush_seconds, names)
+                return False
+            was_finished = not unfinished  # a second look: the writer may be about to begin with the next file
+            time.sleep(_POLL)
+    except Exception as fault:
+        logger.warning("megaprof: files could not be waited for: %r", fault)
+        return False
 
 
 def _unfinished(directory: str, since: float) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from megaprof.capture.bounds import GRACE_SECONDS, capturing
 from megaprof.capture.process import process
 from megaprof.capture.session import Session
+from megaprof.config.values import TRAIN_OVERALL
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
@@ -266,7 +267,7 @@ def step_ended() -> None:
     """Ends a step of the host. Waits for its files, because the host may end this process before it calls anything
     again, as Ray does."""
     for session in process.sessions.copy():
-        session.step_ended()
+        session.over(TRAIN_OVERALL)
     deadline = time.monotonic() + STEP_END_SECONDS
     for session in process.sessions.copy():
         left = max(0.0, deadline - time.monotonic())
@@ -274,13 +275,19 @@ def step_ended() -> None:
 
 
 def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
-    """Returns the kernel summary of the last window that closed in this process, or of the last one of ``role``.
+    """Returns the kernel summary (``.kernels.json``) of the last window that closed in this process, or of the last one
+    of ``role``.
 
-    It needs no Handle, so a controller can call it in its workers. See `Handle.kernel_summary`. None if there is none,
-    or if it is still being made after ``timeout`` seconds.
+    It is plain data that can be pickled, so a controller can call this in its workers. None if it is still being made
+    after ``timeout`` seconds, without ``--profile-kernels``, in a process that captures nothing, and after a failure,
+    which is logged. Works after the hooks are removed, too.
     """
-    summaries = (session.kernel_summary(timeout, role) for session in reversed(process.capturers))
-    return next((summary for summary in summaries if summary is not None), None)
+    for session in reversed(process.capturers):
+        for recorder in session.recorders:
+            summarise = getattr(recorder, "kernel_summary", None)
+            if summarise is not None and (summary := summarise(timeout, role)) is not None:
+                return dict(summary)
+    return None
 
 
 def _unsaved() -> bool:

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.capture.process import process
-from megaprof.config.values import checked_role
+from megaprof.config.values import ANNOTATED, checked_role
 from megaprof.formats.ranges import DOMAIN
 from megaprof.runtime.isolation import Contained, in_full, logger
 
@@ -97,7 +97,7 @@ def begin_work(
         in_full(
             leave,
             None if opened is None else opened.close,
-            None if session is None else partial(session.end_work, failed=failed),
+            None if session is None else partial(session.over, ANNOTATED, failed=failed),
         )
 
     return end

@@ -158,7 +158,7 @@ class Session:
 
     def begin_work(self, role: str) -> bool:
         """Handles the start of annotated work of ``role``, outside other work of that role. Returns whether the work
-        has a window of its own; then ``end_work`` must follow. A window opens only on the thread that installed the
+        has a window of its own; then `over` must follow. A window opens only on the thread that installed the
         hooks, because recorders follow the work of one thread."""
         opened = False
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
@@ -172,11 +172,12 @@ class Session:
                 opened = process.window is not before
         return opened
 
-    def end_work(self, *, failed: bool) -> None:
-        """Handles the end of work for which ``begin_work`` returned True. ``failed``: whether it raised an exception of
-        the host's."""
+    def over(self, target: str, *, failed: bool = False) -> None:
+        """Handles the end of work for which ``begin_work`` returned True (``annotated``), or of a step of the host
+        (``train_overall``): closes its window, if it has one. ``failed``: whether it raised an exception of the
+        host's."""
         with Contained("closing a window", self.abandon), self._termination:
-            if (opened := self._own_window) is not None and opened.window.target == ANNOTATED:
+            if (opened := self._own_window) is not None and opened.window.target == target:
                 self._close("the host raised an exception" if failed else None)
 
     @property
@@ -198,40 +199,18 @@ class Session:
         half of that time: the device may never be idle, and the files of other windows must be finished as well.
         ``last``: False if the session goes on."""
         deadline = time.monotonic() + seconds
-        if not last:
-            in_full(
-                partial(self.end_window, reason, seconds / 2),
-                lambda: self.writer.flush(max(0.0, deadline - time.monotonic())),
-            )
-            return
+        finish = self.writer.close if last else self.writer.flush
         in_full(
             partial(self.end_window, reason, seconds / 2),
-            None if self.timeline is None else self.timeline.close,
-            lambda: self.writer.close(max(0.0, deadline - time.monotonic())),
-            *self.at_end,
-            self._say_end,
+            None if self.timeline is None or not last else self.timeline.close,
+            lambda: finish(max(0.0, deadline - time.monotonic())),
+            *((*self.at_end, self._say_end) if last else ()),
         )
 
     def _say_end(self) -> None:
         if self._speaks:
             self._speaks = False
             say_end(self.config, self._windows, self.agenda)
-
-    def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
-        """Returns the kernel summary; see `megaprof.autoload.install.Handle.kernel_summary`."""
-        for recorder in self.recorders:
-            summary = getattr(recorder, "kernel_summary", None)
-            if summary is not None:
-                last: dict[str, Any] | None = summary(timeout, role)
-                return last
-        return None
-
-    def step_ended(self) -> None:
-        """Closes a window of the whole step, because the host's step is over. A no-op without such a window."""
-        opened = self._own_window
-        if opened is not None and opened.window.target == TRAIN_OVERALL:
-            with Contained("closing the window of a step", self.abandon), self._termination:
-                self._close(None)
 
     def abandon(self) -> None:
         """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""

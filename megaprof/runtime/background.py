@@ -84,14 +84,13 @@ class Background:
                 due = [task for task in self._tasks if task.due <= now or (woken and task.woken)]
             for task in due:
                 task.due = _next(task.every, now)
-                self._do(task)
-
-    def _do(self, task: _Task) -> None:
-        try:
-            task.run()
-        except Exception as fault:
-            self.remove(task.run)
-            logger.error("megaprof: a background task failed and is off; training goes on: %r", fault, exc_info=True)
+                try:
+                    task.run()
+                except Exception as fault:
+                    self.remove(task.run)
+                    logger.error(
+                        "megaprof: a background task failed and is off; training goes on: %r", fault, exc_info=True
+                    )
 
 
 def _next(every: float, now: float) -> float:

@@ -16,7 +16,6 @@ from megaprof.artifacts import writer
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.autoload import arming, ray
 from megaprof.autoload.arming import environment
-from megaprof.autoload.ray import wait_for_files
 from megaprof.formats.names import raw_path
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +28,10 @@ try:
 except AssertionError:
     pass
 """
+
+
+def job_in(directory: Path, seconds: int = 0) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor",), dir=str(directory), flush_seconds=seconds)
 
 
 def handed_over(directory: Path, name: str) -> Artifact:
@@ -55,7 +58,7 @@ def test_the_end_of_a_job_waits_until_the_last_file_is_done(tmp_path: Path, monk
     monkeypatch.setattr(writer, "publish", late)
     background.submit(handed_over(tmp_path, "a.json"))
     background.run(derive)
-    waiting = threading.Thread(target=lambda: (wait_for_files(str(tmp_path), 30, time.time()), order.append("waited")))
+    waiting = threading.Thread(target=lambda: (ray.wait(job_in(tmp_path, 30), time.time()), order.append("waited")))
     waiting.start()
     gate.set()
     waiting.join(1.0)
@@ -69,7 +72,7 @@ def test_the_end_of_a_job_waits_until_the_last_file_is_done(tmp_path: Path, monk
 
 def test_it_gives_up_and_says_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     handed_over(tmp_path, "a.json")
-    assert not wait_for_files(str(tmp_path), 0, time.time())
+    assert not ray.wait(job_in(tmp_path), time.time())
     assert ".a.json." in caplog.text
 
 
@@ -77,8 +80,8 @@ def test_files_of_other_jobs_are_not_waited_for(tmp_path: Path) -> None:
     old = handed_over(tmp_path, "a.json").raw
     os.utime(old, (1e9, 1e9))
     (tmp_path / ".hidden").touch()  # somebody else's
-    assert wait_for_files(str(tmp_path), 0, time.time())
-    assert wait_for_files(str(tmp_path / "on another machine"), 0, time.time())
+    assert ray.wait(job_in(tmp_path), time.time())
+    assert ray.wait(job_in(tmp_path / "on another machine"), time.time())
 
 
 def said(tmp_path: Path, *command: str, **env: str) -> list[str]:

@@ -18,6 +18,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.summary import kernel_summary, read_all
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.capture import profiler
 from megaprof.capture.session import Session
 from megaprof.formats import codes
 from megaprof.formats.ranges import FORWARD
@@ -102,10 +103,10 @@ def compare(work: Path, cpu: bool, options: dict[str, Any]) -> Found:
         before = job.turns(_TURNS_S)
         first = job.gpt.step + _BEFORE
         wanted = config(work / "traces", cpu, kernels=True, steps=f"{first}:{first + _WINDOWS}")
-        with hooked(job.gpt, wanted) as handle:
+        with hooked(job.gpt, wanted):
             whole, by_events = job.timed(_BEFORE + _WINDOWS)
             took = {"default": (whole[_BEFORE:], by_events[_BEFORE:])}
-            summary = handle.kernel_summary(60.0)
+            summary = profiler.kernel_summary(timeout=60.0)
             job.timed(_BEHIND)
         with _ends() as ends:
             took |= {name: job.steps(_WINDOWS, given) for name, given in windows.items()}
