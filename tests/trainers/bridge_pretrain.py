@@ -1,5 +1,5 @@
 """What a user of Megatron-Bridge writes: a configuration by hand, changed by the command line in Hydra's words, and
-``pretrain(config, forward_step)``. ``--callback``: with megaprof's."""
+``pretrain(config, forward_step)``. ``--arm``: it arms megaprof itself."""
 
 import sys
 
@@ -87,11 +87,10 @@ CONFIG = ConfigContainer(
 )
 
 if __name__ == "__main__":
-    callbacks = None
     words = sys.argv[1:]
-    if "--callback" in words:
-        from megaprof.autoload.megatron_bridge import callback
+    if "--arm" in words:
+        from megaprof.autoload.arming import arm
 
-        words.remove("--callback")
-        callbacks = [callback()]
-    pretrain(process_config_with_overrides(CONFIG, cli_overrides=words), forward_step, callbacks=callbacks)
+        words.remove("--arm")
+        arm()
+    pretrain(process_config_with_overrides(CONFIG, cli_overrides=words), forward_step)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's ``pretrain()``, whole, under torchrun on two stages: without an edit, and with its own callback.
+"""Megatron-Bridge's ``pretrain()``, whole, under torchrun on two stages: without an edit, and armed by its script.
 
 Replaced: the GPU (`tests.trainers.cpu_process`), and the layers are Megatron-Core's local ones. Nothing is in the
 place of the packages in EDGES where they are missing. The configuration is written by hand, since Bridge's recipes
@@ -32,10 +32,10 @@ WANTED = {
 }
 
 
-def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_an_edit_and_armed_by_its_script(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     packages = [wheel("megatron-bridge")]
     run = ["-m", "megaprof", "run", "--"]
-    ways = {"plain": ([], []), "run": (run, []), "callback": ([], ["--callback"])}
+    ways = {"plain": ([], []), "run": (run, []), "arm": ([], ["--arm"])}
     for name, (before, after) in ways.items():
         work = tmp_path / name
         options = (
