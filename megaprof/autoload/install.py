@@ -107,8 +107,8 @@ def install_hooks(
         model: A module, the list of model chunks, or None for any model that no other handle owns.
         config: A ProfileConfig or a parsed namespace. Without one, Megatron-LM's global arguments if it is loaded, and
             otherwise the ``MEGAPROF_*`` environment.
-        role: The model's role (actor, ref, critic, ...), for file names and for steps and ranks per role;
-            ``megaprof.role`` overrides it.
+        role: The model's role (actor, ref, critic, ...), for file names and for ranks per role; ``megaprof.role``
+            overrides it.
         iteration: Returns the host's current iteration number, or None. Not needed for hosts that megaprof knows.
         groups: The model's process groups (megatron-core's ``ProcessGroupCollection``) in a job without
             ``parallel_state``; by default, those that the model has. For several modules one after the other, their

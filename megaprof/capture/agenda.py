@@ -263,7 +263,7 @@ class Agenda:
         selector = config.selector(role)
         if selector is None or not selector.selects(self._coords):
             return None
-        return config.plan(target, role)
+        return config.plan(target)
 
 
 def _stays_open(opened: CountedStep, steps: tuple[CountedStep, ...]) -> bool:

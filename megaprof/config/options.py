@@ -26,7 +26,6 @@ from megaprof.config.values import (
     StepList,
     parse_per_role,
     parse_schedule,
-    parse_step_list,
     parse_steps,
 )
 from megaprof.parallel.selectors import Selector, parse_selector
@@ -98,9 +97,6 @@ class ProfileConfig:
         "per target: 'train_actor=10:12;train_log_probs=0' (annotated=... for annotated work with --profile-discrete). "
         "Replaces --profile-schedule",
         read.per_name,
-    )
-    role_steps: str | None = _option(
-        None, "the same per role; overrides --profile-steps: 'actor=1,2,5;ref=none'", read.per_role
     )
     discrete: bool = _option(
         False,
@@ -236,44 +232,40 @@ class ProfileConfig:
     def steps_are_none(self) -> bool:
         """True if no step is captured unless somebody requests it while the job runs."""
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
-        plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
-        return self.enabled and all(plan == StepList(()) for plan in plans)
+        return self.enabled and all(self.plan(target) == StepList(()) for target in targets)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles with their own ranks or steps."""
-        return tuple(dict.fromkeys((*self._per_role("role_select"), *self._per_role("role_steps"))))
+        """The roles with their own ranks."""
+        return tuple(self._ranks_by_role)
 
     def selector(self, role: str | None = None) -> Selector | None:
         """Returns the ranks that capture ``role``; None for no rank. If the role has no ranks of its own, those are the
         ranks for all roles, or rank 0."""
-        ranks = None if role is None else self._per_role("role_select").get(role)
+        ranks = None if role is None else self._ranks_by_role.get(role)
         if ranks is None:
             return _selector("0" if self.select is None else self.select, self.named("select"))
         return _selector(ranks, self.select_option(role))
 
     def select_option(self, role: str | None = None) -> str:
         """Returns the option that names the ranks of ``role``, as the user spelled it."""
-        return f"{self.named('role_select')} {role}" if role in self._per_role("role_select") else self.named("select")
+        return f"{self.named('role_select')} {role}" if role in self._ranks_by_role else self.named("select")
 
     @property
     def timeline_selector(self) -> Selector | None:
         """The ranks that keep a timeline; None for no rank."""
         return _selector(self.timeline_select, self.named("timeline_select")) if self.timed else None
 
-    def plan(self, target: str, role: str | None = None) -> Plan:
-        """Returns the steps of ``target`` that are captured when ``role`` runs it."""
-        if role is not None and (steps := self._per_role("role_steps").get(role)) is not None:
-            return parse_step_list(steps, str(self.role_steps), self.named("role_steps"))
+    def plan(self, target: str) -> Plan:
+        """Returns the steps of ``target`` that are captured."""
         if self.steps == BY_SCHEDULE:
             return parse_schedule(self.schedule, self.named("schedule"))
         lists = parse_steps(self.steps, self.named("steps"))
         return lists.get(target) or lists.get(None) or StepList(())
 
-    def _per_role(self, name: str) -> dict[str, str]:
-        """Returns what the option ``name`` says, by role."""
-        text = getattr(self, name)
-        return {} if text is None else parse_per_role(text, self.named(name))
+    @property
+    def _ranks_by_role(self) -> dict[str, str]:
+        return {} if self.role_select is None else parse_per_role(self.role_select, self.named("role_select"))
 
     def _check(self) -> None:
         if self.dir is None:
@@ -282,7 +274,7 @@ class ProfileConfig:
             check_remote(flag("dir"), self.dir)
         for role in (None, *self.roles):
             self.selector(role)
-            self.plan(self.target[0], role)
+        self.plan(self.target[0])
         if self.discrete and TRAIN_OVERALL in self.target:
             raise ValueError(
                 f"{flag('discrete')} and {flag('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "

@@ -113,7 +113,7 @@ NONE = "none"
 
 def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
     """Reads ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target, as in
-    ``train_actor=10:12;train_log_probs=0``.
+    ``train_actor=10:12;train_log_probs=0``. ``[1, 2]`` means ``1,2``; ``[]`` and ``null`` mean ``none``.
 
     The key ``None`` holds the steps of all targets that are not named. Raises ValueError that names ``option``, the
     value and what would be valid.
@@ -127,19 +127,12 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
             raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {valid_targets}")
         if key in lists:
             raise ValueError(f"{option}: {key or 'steps without a target'} given twice in {text!r}")
-        lists[key] = parse_step_list(steps, text, option)
+        steps = steps.strip()
+        if steps.startswith("[") and steps.endswith("]"):
+            steps = steps[1:-1].strip() or NONE
+        items = [] if steps.lower() in (NONE, "null") else steps.split(",")
+        lists[key] = StepList(tuple(_parse_range(item, text, option) for item in items))
     return lists
-
-
-def parse_step_list(steps: str, text: str, option: str) -> StepList:
-    """Reads the steps of one target or role, which are a part of ``text``. ``[1, 2]`` means ``1,2``; ``[]`` and
-    ``null`` mean ``none``."""
-    inner = steps.strip()
-    if inner.startswith("[") and inner.endswith("]"):
-        inner = inner[1:-1].strip() or NONE
-    if inner.lower() in (NONE, "null"):
-        return StepList(())
-    return StepList(tuple(_parse_range(item, text, option) for item in inner.split(",")))
 
 
 def _parse_range(item: str, text: str, option: str) -> range:

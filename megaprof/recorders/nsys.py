@@ -116,7 +116,7 @@ PLAIN = re.compile(r"[\w./%{}=@:+,-]+")
 
 def windows(config: ProfileConfig) -> int | None:
     """Returns how many windows one process captures for one model. None if the configuration does not say: with a
-    schedule for the whole run, steps per role, a window for each role's work, or targets that may be on one step."""
+    schedule for the whole run, ranks per role, a window for each role's work, or targets that may be on one step."""
     if config.roles or config.discrete or (TRAIN_OVERALL in config.target and len(config.target) > 1):
         return None
     counts = [config.plan(target).windows for target in config.target]
@@ -157,7 +157,7 @@ def options(
         if count is None:
             raise ValueError(
                 f"shutdown: the number of windows is not known with a {flag('schedule')} without an end, "
-                f"{flag('role_steps')}, {flag('discrete')} or {TRAIN_OVERALL} beside other targets; set "
+                f"{flag('role_select')}, {flag('discrete')} or {TRAIN_OVERALL} beside other targets; set "
                 f"{flag('steps')} alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"

@@ -88,9 +88,8 @@ class Background:
                     task.run()
                 except Exception as fault:
                     self.remove(task.run)
-                    logger.error(
-                        "megaprof: a background task failed and is off; training goes on: %r", fault, exc_info=True
-                    )
+                    line = "megaprof: a background task failed and is off; training goes on: %r"
+                    logger.error(line, fault, exc_info=True)
 
 
 def _next(every: float, now: float) -> float:

@@ -87,11 +87,11 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         {"schedule": "2"},
         ["train_overall 3"],
     ),
-    "every role has its steps": (
+    "the steps of every role": (
         [call for number in range(3) for role in ("actor", "critic") for call in train(number, role=role)],
         (ACTOR,),
-        {"steps": "1", "role_steps": "critic=2"},
-        ["train_actor.actor 1", "train_actor.critic 2"],
+        {"steps": "1"},
+        ["train_actor.actor 1", "train_actor.critic 1"],
     ),
     "annotated work": (
         [Call("annotated", "rollout"), *train(0), Call("annotated", "rollout"), *train(1)],

@@ -50,7 +50,7 @@ ROLES = [Call(EVALUATE, "actor")]
         (
             train(1),
             (ACTOR,),
-            {"role_steps": "actor=1", "steps": "1"},
+            {"role_select": "actor=1", "steps": "1"},
             ["actor never ran in this process (no role ran)"],
         ),
     ],

@@ -51,7 +51,6 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "select": (["per-stage"], "per-stage"),
         "steps": (["1:3"], "1:3"),
         "role_select": (["actor=0,1;ref=none"], "actor=0,1;ref=none"),
-        "role_steps": (["actor=1,2;ref=none"], "actor=1,2;ref=none"),
         "ranges": (["step"], "step"),
         "activities": (["cpu"], ("cpu",)),
         "tool": (["memory"], ("memory",)),

@@ -64,7 +64,7 @@ def update(gpt: Any) -> None:
 
 
 def test_discrete_is_a_file_per_role(one_rank: Any, tmp_path: Path) -> None:
-    wanted = config(tmp_path, "train_actor", "train_log_probs", steps="1", role_steps={"ref": [0, 2]}, discrete=True)
+    wanted = config(tmp_path, "train_actor", "train_log_probs", steps="1", discrete=True)
     with install_hooks(one_rank.chunks, wanted, iteration=lambda: None):
         for _ in range(3):
             rlhf_step(one_rank)
@@ -72,8 +72,7 @@ def test_discrete_is_a_file_per_role(one_rank: Any, tmp_path: Path) -> None:
     assert {name: labels(trace) for name, trace in found.items()} == {
         "annotated.rollout.step000001": ["annotated", "role/rollout/generate", "train_log_probs"],
         "annotated.actor.step000001": ["annotated", "role/actor/update", "train_actor"],
-        "train_log_probs.ref.step000000": ["train_log_probs"],
-        "train_log_probs.ref.step000002": ["train_log_probs"],
+        "train_log_probs.ref.step000001": ["train_log_probs"],
     }
     assert not any(trace.metadata.truncated for trace in found.values())
     assert found["annotated.actor.step000001"].metadata.schedule == "no_pipelining"
@@ -139,7 +138,6 @@ def test_a_model_of_another_role_is_named_in_the_window_of_the_first(one_rank: A
         ("actor", {"role_select": {"actor": None, "ref": []}}),
         (None, {"steps": None}),
         (None, {"steps": []}),
-        (None, {"steps": "none", "role_steps": "actor=null"}),
     ],
 )
 def test_nothing_is_wrapped_where_nothing_is_selected(
@@ -192,8 +190,7 @@ def test_each_role_on_its_own_ranks(tmp_path: Path) -> None:
         ({"role_select": {"actor": [0, -1]}}, ["--profile-role-select", "-1", "at least 0"]),
         ({"role_select": {"actor": [True]}}, ["--profile-role-select", "True"]),
         ({"role_select": []}, ["--profile-role-select", "none"]),
-        ({"role_steps": "actor=5:1"}, ["--profile-role-steps", "start 5", "end 1"]),
-        ({"role_steps": "=1"}, ["--profile-role-steps", "'=1'"]),
+        ({"role_select": "=1"}, ["--profile-role-select", "'=1'"]),
         ({"steps": [1, "2"]}, ["--profile-steps", "'2'"]),
         ({"steps": [1.0]}, ["--profile-steps", "1.0"]),
         ({"discrete": True, "target": ("train_overall",)}, ["--profile-discrete", "train_overall", "train_actor"]),
@@ -237,5 +234,5 @@ def test_lists_texts_and_mappings_mean_the_same() -> None:
     assert of(steps={"train_actor": [1, 2]}) == of(steps="train_actor=1,2")
     assert of(role_select={"actor": [0, 1], "ref": None}) == of(role_select="actor=0,1;ref=none")
     assert of(steps="[1, 2, 5]").plan("train_actor") == of(steps="1,2,5").plan("train_actor")
-    environment = of(steps=None, role_steps={"ref": [1]}, discrete=True).to_env()
-    assert ProfileConfig.from_env(environment) == of(steps="none", role_steps="ref=1", discrete=True)
+    environment = of(steps=None, role_select={"ref": [1]}, discrete=True).to_env()
+    assert ProfileConfig.from_env(environment) == of(steps="none", role_select="ref=1", discrete=True)

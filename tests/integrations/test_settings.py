@@ -344,7 +344,7 @@ def test_verl_profiles_when_its_trainer_says_so() -> None:
     assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")
     facts("start_profile", worker, kwargs={"profile_step": 5})
     assert facts("train_batch", worker) == Facts(role="critic", iteration=5)
-    plan = config.plan("train_actor", "critic")
+    plan = config.plan("train_actor")
     assert plan.captures(5, 0)
     facts("stop_profile", worker)
     assert not plan.captures(facts("train_batch", worker).iteration, 0)
@@ -358,7 +358,7 @@ def test_steps_that_verls_trainer_does_not_know_are_those_that_came_with_the_bat
     worker = SimpleNamespace(config=SimpleNamespace(model_type="value_model", _get_root=lambda: tree))
     assert facts("train_batch", worker, data=SimpleNamespace(meta_info={"megaprof_step": 2})).iteration == 2
     config = armed.config
-    assert config.plan("train_overall", "critic").captures(2, 0)
+    assert config.plan("train_overall").captures(2, 0)
 
 
 @pytest.mark.usefixtures("unsettled")

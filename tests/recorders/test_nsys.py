@@ -62,7 +62,7 @@ def test_shutting_down_after_the_last_window_leaves_the_training_alone() -> None
         ({"schedule": "3:0:0:1:0"}, None),
         ({"steps": "1,2,5"}, 3),
         ({"steps": "0:10:2,4"}, 5),
-        ({"role_steps": "actor=1,2"}, None),
+        ({"role_select": "actor=1,2"}, None),
         ({"target": ("train_actor", "train_log_probs"), "steps": "train_actor=1:4;train_log_probs=0"}, 4),
         ({"target": ("train_overall", "train_actor"), "steps": "1"}, None),
     ],
