@@ -13,15 +13,14 @@ For save paths such as ``s3://bucket/traces``, files are written to the local di
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megaprof.formats.names import host, is_gone, is_leftover, repeats, temporary_path
 from megaprof.parallel.machine import find_bounds, local_ranks
@@ -81,10 +80,17 @@ class Scratch:
 
     def remove_leftovers(self) -> None:
         """Removes the scratch of dead processes of this host and this user. Called in the writer's thread."""
+        prefix = f"{_PREFIX}{host()}."
         for base in self._bases:
-            for path in _leftovers(base):
-                shutil.rmtree(path, ignore_errors=True)
-                logger.info("megaprof: removed %s, which a killed process had left", path)
+            with Suppressed(OSError):
+                for entry in os.scandir(base):
+                    pid = entry.name.removeprefix(prefix).partition(".")[0]
+                    if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
+                        continue
+                    is_ours = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+                    if is_ours and pid.isdecimal() and is_gone(int(pid)):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                        logger.info("megaprof: removed %s, which a killed process had left", entry.path)
 
     def _has_room(self, base: Path) -> bool:
         disk = os.statvfs(base)
@@ -95,17 +101,6 @@ class Scratch:
         with Suppressed(OSError, KeyError, ValueError):  # some kernels and all sandboxes report it otherwise
             return all(limit - used >= 2 * self._spare for used, limit in (read() for read in find_bounds().values()))
         return False
-
-
-def _leftovers(base: Path) -> Iterator[Path]:
-    with Suppressed(OSError):
-        for entry in os.scandir(base):
-            name = entry.name.removeprefix(f"{_PREFIX}{host()}.")
-            pid = name.partition(".")[0]
-            if name == entry.name or not pid.isdecimal() or not entry.is_dir(follow_symlinks=False):
-                continue
-            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and is_gone(int(pid)):
-                yield Path(entry.path)
 
 
 class Incomplete(Exception):
@@ -122,9 +117,7 @@ def publish(raw: Path, final: Path) -> Path:
     if final.name.endswith((".trace.json", ".trace.json.gz")):
         check_trace(raw)
     final.parent.mkdir(parents=True, exist_ok=True)
-    if final.suffix == ".gz":
-        return compress(raw, final)
-    if raw.parent != final.parent:
+    if final.suffix == ".gz" or raw.parent != final.parent:
         return carry(raw, final)
     with open(raw, "rb") as file:
         os.fsync(file.fileno())
@@ -151,38 +144,24 @@ def rename(complete: Path, final: Path) -> Path:
     raise FileExistsError(final)
 
 
-def compress(raw: Path, final: Path) -> Path:
-    """Compresses ``raw`` into ``final``, or its first repeat that is free, and removes ``raw``. Returns the name."""
-    from isal import igzip  # 4 times as fast as zlib's fastest level, at the same size
-
-    def fill(source: BinaryIO, file: BinaryIO) -> None:
-        with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
-            shutil.copyfileobj(source, sink, _CHUNK)
-
-    return _write_then_rename(raw, final, fill)
-
-
 def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
-    """Copies ``raw`` from another disk to ``final``, or its first repeat that is free, and removes ``raw``.
+    """Copies ``raw`` to ``final``, or its first repeat that is free, compressed if that ends in ``.gz``, and removes
+    ``raw``.
 
     Returns the name. Raises OSError, also if copying takes longer than ``seconds``; then only ``raw`` is left.
     """
+    from isal import igzip  # 4 times as fast as zlib's fastest level, at the same size
+
     deadline = None if seconds is None else time.monotonic() + seconds
-
-    def fill(source: BinaryIO, file: BinaryIO) -> None:
-        while chunk := source.read(_CHUNK):
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"copying takes longer than {seconds} s")
-            file.write(chunk)
-
-    return _write_then_rename(raw, final, fill)
-
-
-def _write_then_rename(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -> Path:
     temporary = temporary_path(final)
     try:
         with open(raw, "rb") as source, open(temporary, "wb") as file:
-            fill(source, file)
+            is_packed = final.suffix == ".gz"
+            with igzip.IGzipFile(filename="", mode="wb", fileobj=file) if is_packed else nullcontext(file) as sink:
+                while chunk := source.read(_CHUNK):
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"copying takes longer than {seconds} s")
+                    sink.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         name = rename(temporary, final)
@@ -271,23 +250,19 @@ class Remote:
             self._filesystem.makedirs(folder, exist_ok=True)
             self._made.add(folder)
         protocols = self._filesystem.protocol
-        protocols = {protocols} if isinstance(protocols, str) else set(protocols)
-        if protocols & _SHOWN_WHEN_COMPLETE:
+        appears_whole = _SHOWN_WHEN_COMPLETE & ({protocols} if isinstance(protocols, str) else set(protocols))
+        if appears_whole:
             self._filesystem.put_file(str(local), target)
-        else:
-            self._put_and_rename(local, target)
-        return f"{self.uri}/{key}"
-
-    def _put_and_rename(self, local: Path, target: str) -> None:
-        folder, _, name = target.rpartition("/")
-        temporary = f"{folder}/.{name}.{host()}.{os.getpid()}.tmp"
+            return f"{self.uri}/{key}"
+        temporary = f"{folder}/{temporary_path(Path(local.name))}"
         try:
             self._filesystem.put_file(str(local), temporary)
             self._filesystem.mv(temporary, target)
         except BaseException:
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 self._filesystem.rm_file(temporary)
             raise
+        return f"{self.uri}/{key}"
 
     def close(self) -> None:
         """Removes the staging directory, unless it still holds a file that was not uploaded."""

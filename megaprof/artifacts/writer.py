@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
@@ -106,14 +106,16 @@ class Writer:
             return
         with self._idle:
             self._waiting[artifact] = None
-        self._put(lambda: self._write(artifact))
+        self.run(lambda: self._write(artifact))
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: _Task) -> None:
         """Runs ``task`` in the writer's thread, after everything that was submitted before. Logs what it raises.
 
         A task that makes files from a finished file passes them to ``finish``.
         """
-        self._put(task)
+        with self._idle:
+            self._tasks.append(task)  # queued and counted in one step: the host may raise an exception after any line
+            self._start()
 
     def finish(self, artifact: Artifact) -> None:
         """Finishes ``artifact`` at once. Only a task of ``run`` may call it."""
@@ -123,19 +125,19 @@ class Writer:
     def hand_over(self, final: Path) -> None:
         """Uploads a file that is complete under its final name, and has the finish hook run for it with the next
         files."""
-        self._put(lambda: self._finished(final))
+        self.run(lambda: self._finished(final))
 
     def end_window(self, *tasks: Callable[[list[str]], object]) -> None:
         """Notes that every file of a window was submitted. Once they are complete, ``tasks`` get their paths, or their
         remote addresses, and the finish hook runs."""
-        self._put(lambda: self._announce(tasks))
+        self.run(lambda: self._announce(tasks))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Waits for every queued file. Returns False after ``timeout`` seconds, and logs what is missing."""
         deadline = time.monotonic() + timeout
         with self._idle:
             if self._tasks:
-                self._start()  # an exception of the host may have interrupted `_put` before it did
+                self._start()  # an exception of the host may have interrupted `run` before it did
             while self._tasks:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -154,7 +156,7 @@ class Writer:
             return self.flush(timeout)
         self._closed = True
         if self._hook is not None and (self._written or self._tasks):
-            self._put(self._announce)
+            self.run(self._announce)
         finished = self.flush(timeout)
         if not finished:
             self._give_up()
@@ -176,11 +178,6 @@ class Writer:
         for artifact in artifacts:
             if artifact.raw.exists() and (plain := _keep(artifact)) is not None:
                 logger.warning("megaprof: kept %s, uncompressed", plain)
-
-    def _put(self, task: _Task) -> None:
-        with self._idle:
-            self._tasks.append(task)  # queued and counted in one step: the host may raise an exception after any line
-            self._start()
 
     def _start(self) -> None:
         """Has the thread run the queued tasks. The caller holds the lock."""
@@ -295,35 +292,27 @@ class Writer:
             self._hook.run(files)
 
 
-@dataclass
 class FinishHook:
     """Runs ``command`` for the files of each window.
 
     The command's environment has ``PROFILED_FILES`` (complete files or their remote addresses, one per line) and
-    ``PROFILED_DIR`` (the save path). The names do not begin with ``MEGAPROF_``, because such variables are options.
-    Every rank that captures runs the command for its own files. The working directory is the one in which the hook was
-    made, as long as that exists. The log gets the command's output, and says if it failed.
+    ``PROFILED_DIR`` (the save path, ``directory``). The names do not begin with ``MEGAPROF_``, because such variables
+    are options. Every rank that captures runs the command for its own files. The working directory is the one in which
+    the hook was made, as long as that exists. The log gets the command's output, and says if it failed.
     """
 
-    command: str
-    directory: str
-    seconds: float = COMMAND_SECONDS
-    _place: str = field(default="", init=False, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _running: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _stopped: bool = field(default=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, command: str, directory: str, seconds: float = COMMAND_SECONDS) -> None:
+        self.command, self.directory, self.seconds = command, directory, seconds
+        self._place = ""
         with contextlib.suppress(OSError):  # the working directory was removed
             self._place = os.getcwd()
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     def run(self, files: Sequence[str]) -> None:
         """Runs the command for ``files`` and waits for it, at most ``seconds``. Raises OSError if it cannot start."""
-        environment = {
-            **os.environ,
-            "PROFILED_FILES": "\n".join(files),
-            "PROFILED_DIR": self.directory,
-        }
+        environment = {**os.environ, "PROFILED_FILES": "\n".join(files), "PROFILED_DIR": self.directory}
         # A file rather than a pipe: a process that the command leaves running would keep a pipe open, and block us.
         with tempfile.TemporaryFile() as output:
             with self._lock:
