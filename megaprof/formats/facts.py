@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -90,10 +91,6 @@ def unpack_collections(payload: bytes) -> npt.NDArray[np.int64]:
     return np.sort(np.stack((start, start + rows["length"]), axis=-1), axis=0)
 
 
-_MICROBATCH_SHIFT = codes.KIND_BITS + codes.CHUNK_BITS
-_CHUNK_MASK, _MICROBATCH_MASK = (1 << codes.CHUNK_BITS) - 1, (1 << codes.MICROBATCH_BITS) - 1
-
-
 def pack_data(waits: Iterable[tuple[int, int, int]]) -> bytes:
     """Returns how long each microbatch of a step waited for its data: two bytes for each microbatch and chunk, up to
     the last microbatch that waited, behind one byte for the unit (2^unit microseconds) and one for the number of
@@ -101,14 +98,15 @@ def pack_data(waits: Iterable[tuple[int, int, int]]) -> bytes:
     are left out, because they belong to no pass."""
     waited_ns: dict[tuple[int, int], int] = {}
     for code, start, end in waits:
-        place = code >> _MICROBATCH_SHIFT & _MICROBATCH_MASK, code >> codes.KIND_BITS & _CHUNK_MASK  # each plus one
-        waited_ns[place] = waited_ns.get(place, 0) + end - start
-    waited_us = {place: (ns + 500) // 1000 for place, ns in waited_ns.items() if ns >= 500 and all(place)}
-    chunks = max((chunk for _, chunk in waited_us), default=1)
+        microbatch, chunk = codes.place(code)
+        if microbatch is not None and chunk is not None:
+            waited_ns[microbatch, chunk] = waited_ns.get((microbatch, chunk), 0) + end - start
+    waited_us = {place: (ns + 500) // 1000 for place, ns in waited_ns.items() if ns >= 500}
+    chunks = 1 + max((chunk for _, chunk in waited_us), default=0)
     unit = max(0, max(waited_us.values(), default=0).bit_length() - 16)
-    numbers = [0] * (chunks * max((microbatch for microbatch, _ in waited_us), default=0))
+    numbers = [0] * (chunks * max((microbatch + 1 for microbatch, _ in waited_us), default=0))
     for (microbatch, chunk), us in waited_us.items():
-        numbers[(microbatch - 1) * chunks + chunk - 1] = us >> unit
+        numbers[microbatch * chunks + chunk] = us >> unit
     return struct.pack(f"<BB{len(numbers)}H", unit, chunks, *numbers)
 
 
@@ -196,35 +194,29 @@ def unpack_arrivals(payload: bytes) -> tuple[Arrivals, ...]:
     return tuple(groups)
 
 
-def pack_groups(groups: Mapping[str, GroupConfig]) -> bytes:
-    """Returns the bytes for the groups of a file, by torch's names."""
-    return msgspec.json.encode(groups)
-
-
-def unpack_groups(payload: bytes) -> dict[str, GroupConfig]:
-    """Reads what `pack_groups` wrote; returns none if the bytes are damaged."""
-    try:
-        return msgspec.json.decode(payload, type=dict[str, GroupConfig])
-    except msgspec.MsgspecError:
-        return {}
-
-
+Groups = dict[str, GroupConfig]
+"""The groups of a file, by torch's names."""
 Module = tuple[str, int | None, int | None, str]
 """A kind of pass through a module: its label (`ranges.MODULES`), its layer, the layer's MTP layer, and ``forward`` or
 ``backward``."""
+Modules = list[tuple[Module, int]]
+"""How many nanoseconds passes through modules take."""
 
 
-def pack_modules(times_ns: Iterable[tuple[Module, int]]) -> bytes:
-    """Returns the bytes for how many nanoseconds passes through modules take."""
-    return msgspec.json.encode(list(times_ns))
+J = TypeVar("J", Groups, Modules)
 
 
-def unpack_modules(payload: bytes) -> list[tuple[Module, int]]:
-    """Reads what `pack_modules` wrote; returns none if the bytes are damaged."""
+def pack_json(fact: Groups | Sequence[tuple[Module, int]]) -> bytes:
+    """Returns the bytes for what is neither large nor frequent."""
+    return msgspec.json.encode(fact)
+
+
+def unpack_json(payload: bytes, kind: type[J]) -> J:
+    """Reads what `pack_json` wrote; returns an empty one if the bytes are damaged."""
     try:
-        return msgspec.json.decode(payload, type=list[tuple[Module, int]])
+        return msgspec.json.decode(payload, type=kind)
     except msgspec.MsgspecError:
-        return []
+        return kind()
 
 
 _TARGETS = "train_actor", "train_log_probs", "evaluate", "train_overall", "annotated"

@@ -7,7 +7,6 @@ range.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,12 +218,10 @@ def read_metadata(data: bytes) -> Metadata:
 def read_sidecar(path: Path) -> Metadata:
     """Reads the metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
     try:
-        document = json.loads(read_input(path))
+        document = msgspec.json.decode(read_input(path), type=dict[str, msgspec.Raw])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(document, dict):
-        raise ValueError("it is no object")
-    return read_metadata(json.dumps(document.get("megaprof")).encode())
+    return read_metadata(bytes(document.get("megaprof", b"null")))
 
 
 def sidecars(directory: Path) -> list[Path]:

@@ -191,17 +191,6 @@ def _differences(times: Microseconds) -> Microseconds:
 
 
 @dataclass(frozen=True)
-class Events:
-    """The events of one step in the order of their starts; an enclosing one comes before what it encloses."""
-
-    code: npt.NDArray[np.int64]
-    start: Microseconds
-    """When each began, in microseconds since the step's start."""
-    end: Microseconds
-    """When each ended, in microseconds since the step's start."""
-
-
-@dataclass(frozen=True)
 class Timeline:
     """A file that was read; every record in it is checked."""
 
@@ -259,13 +248,6 @@ class Timeline:
             latest_by_metadata[number] = facts.get(row, latest_by_metadata.get(number, b""))
             held_facts.append(latest_by_metadata[number])
         return held_facts
-
-    def events(self, position: int) -> Events | None:
-        """Returns the events of step ``steps[position]``; None if it has none, or if they are damaged."""
-        present_positions, times = self.times([position])
-        if not len(present_positions):
-            return None
-        return Events(self.shapes[self.steps["shape"][position]], times[0, :, 0], times[0, :, 1])
 
     def times(self, positions: Sequence[int]) -> tuple[npt.NDArray[np.intp], Microseconds]:
         """Returns the times of events of steps of one shape: which of ``positions`` have events, and their starts and

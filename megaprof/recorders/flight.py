@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import Arrivals, pack_arrivals, pack_groups
+from megaprof.formats.facts import Arrivals, pack_arrivals, pack_json
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
 from megaprof.recorders.timeline_files import Place
 from megaprof.runtime.isolation import logger
@@ -259,7 +259,7 @@ class Reading:
             if groups:
                 if new := {arrivals.group for arrivals in groups} - self._described[place.file]:
                     self._described[place.file] |= new
-                    yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
+                    yield place, format.GROUPS, pack_json({name: self._groups[name] for name in sorted(new)})
                 yield place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
             self._warn(

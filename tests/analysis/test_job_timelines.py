@@ -12,6 +12,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import RANKS_PER_HOST, Slow, write_timelines
+from tests.formats.step_records import events_of
 
 
 def test_files_are_whole_named_and_sharded(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_events_are_the_schedules_and_add_up_to_the_totals(tmp_path: Path, vpp: 
     for path in paths:
         timeline = read_timeline(path)
         for position, step in enumerate(timeline.steps):
-            events = timeline.events(position)
+            events = events_of(timeline, position)
             assert events is not None
             for kind, name in codes.KINDS.items():
                 own = (events.code & codes.KIND_MASK) == kind
@@ -72,6 +73,6 @@ def test_options(tmp_path: Path) -> None:
     assert second.steps["step"].tolist() == list(range(100, 105))
     assert (first.steps["flags"] == format.DEVICE_CLOCK | format.INCOMPLETE).all()
     assert first.metadata[0].role == "ref"
-    assert first.events(0) is None
+    assert events_of(first, 0) is None
     with pytest.raises(ValueError, match="2 times for 1 stages"):
         write_timelines(tmp_path, layout, steps=1, forward_ms=[1.0, 2.0])

@@ -11,6 +11,7 @@ from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.recorders import timeline as recorder
 from tests import programs
 from tests.faults import killed
+from tests.formats.step_records import events_of
 
 JOBS = 12
 
@@ -32,7 +33,7 @@ def test_killed_jobs_lose_only_their_last_steps(tmp_path: Path) -> None:
         timeline = read_timeline(path)
         steps = timeline.steps["step"].tolist()
         assert steps == list(range(len(steps)))
-        assert all(timeline.events(position) is not None for position in range(len(steps)))
+        assert all(events_of(timeline, position) is not None for position in range(len(steps)))
         missing.append(last + 1 - len(steps))
     # Steps are written once a second, or after 64 of them, and never more than these wait in memory.
     assert max(missing) <= recorder.WAITING_STEPS, missing

@@ -1,4 +1,4 @@
-"""Step records from the times of single events, as a test has them."""
+"""Step records from the times of single events, as a test has them, and the events of a step that was read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.timeline import Microseconds
+from megaprof.formats.timeline import Microseconds, Timeline
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,21 @@ class StepRecord:
 
 def step_record(step: StepRecord) -> bytes:
     return format.step_record(step.metadata, step.shape, step.begun(), step.spent(), step.times())
+
+
+@dataclass(frozen=True)
+class Events:
+    """The events of one step in the order of their starts; an enclosing one comes before what it encloses. Times are in
+    microseconds since the step's start."""
+
+    code: npt.NDArray[np.int64]
+    start: Microseconds
+    end: Microseconds
+
+
+def events_of(timeline: Timeline, position: int) -> Events | None:
+    """The events of step ``steps[position]``; None if it has none, or if they are damaged."""
+    present, times = timeline.times([position])
+    if not len(present):
+        return None
+    return Events(timeline.shapes[timeline.steps["shape"][position]], times[0, :, 0], times[0, :, 1])

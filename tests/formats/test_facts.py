@@ -12,15 +12,16 @@ from megaprof.formats.facts import (
     MOST_ARRIVAL_BYTES,
     PARTS,
     Arrivals,
+    Modules,
     kept,
     pack_arrivals,
     pack_between,
     pack_data,
-    pack_modules,
+    pack_json,
     unpack_arrivals,
     unpack_between,
     unpack_data,
-    unpack_modules,
+    unpack_json,
     unpack_spans,
 )
 
@@ -123,5 +124,5 @@ def test_damaged_waits_say_nothing(payload: bytes) -> None:
 
 def test_times_of_modules_come_back_and_damaged_ones_say_nothing() -> None:
     times = [(("layer", 3, None, "forward"), 8_000_000), (("embedding", None, None, "backward"), 5)]
-    assert unpack_modules(pack_modules(times)) == times
-    assert unpack_modules(pack_modules(times)[:-3]) == unpack_modules(b"[1]") == []
+    assert unpack_json(pack_json(times), Modules) == times
+    assert unpack_json(pack_json(times)[:-3], Modules) == unpack_json(b"[1]", Modules) == []

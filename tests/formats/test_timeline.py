@@ -15,7 +15,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
-from tests.formats.step_records import StepRecord, step_record
+from tests.formats.step_records import StepRecord, events_of, step_record
 
 METADATA = Metadata(
     "train_actor",
@@ -82,7 +82,7 @@ def test_steps_come_back(tmp_path_factory: pytest.TempPathFactory, case: tuple[l
     assert timeline.metadata == (METADATA,)
     assert len(timeline.steps) == len(records)
     for position, record in enumerate(records):
-        fixed, events = timeline.steps[position], timeline.events(position)
+        fixed, events = timeline.steps[position], events_of(timeline, position)
         assert (fixed["step"], fixed["index"], fixed["start_ns"], fixed["own"]) == (
             record.step,
             3,
@@ -103,7 +103,7 @@ def test_steps_come_back(tmp_path_factory: pytest.TempPathFactory, case: tuple[l
     assert (read_timeline(path, events=False).steps == timeline.steps).all()
     positions = [*range(len(records))]
     there, times = timeline.times(positions) if records else ([], [])
-    alone = [timeline.events(position) for position in positions]
+    alone = [events_of(timeline, position) for position in positions]
     assert list(there) == positions
     assert [each.T.tolist() for each in times] == [[each.start.tolist(), each.end.tolist()] for each in alone if each]
 
@@ -157,7 +157,7 @@ def test_any_file_is_a_timeline_or_unreadable(tmp_path_factory: pytest.TempPathF
             assert str(path) in str(fault)  # noqa: PT017
             continue
         for position in range(len(timeline.steps)):
-            timeline.events(position)
+            events_of(timeline, position)
 
 
 def test_what_is_no_timeline_is_said_so(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_step_with_an_impossible_number_ends_the_reading(tmp_path: Path, chang
     timeline = read_timeline(path)
     assert timeline.damage == "a step has an impossible number or time"
     assert timeline.steps["step"].tolist() == [0, 1]
-    assert timeline.events(1) is not None
+    assert events_of(timeline, 1) is not None
 
 
 def test_events_that_last_for_centuries_are_damage(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_events_that_last_for_centuries_are_damage(tmp_path: Path) -> None:
     path.write_bytes(written(shape, [])[0] + format._record(format.STEP, bytes(payload)) + step)
     timeline = read_timeline(path)
     assert len(timeline.steps) == 2
-    assert timeline.events(0) is None
+    assert events_of(timeline, 0) is None
     there, times = timeline.times([0, 1])
     assert (there.tolist(), times.tolist()) == ([1], [[[5, 7], [6, 8]]])
 

@@ -23,6 +23,7 @@ from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.tables import tables_in
+from tests.formats.step_records import events_of
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
 WORKLOADS = {
@@ -118,7 +119,7 @@ def timelines(directory: Path) -> dict[int, Timeline]:
 
 
 def events(timeline: Timeline, position: int) -> list[tuple[str, Any, int, int]]:
-    found = timeline.events(position)
+    found = events_of(timeline, position)
     assert found is not None
     named = []
     for code, start, end in zip(found.code.tolist(), found.start.tolist(), found.end.tolist(), strict=True):

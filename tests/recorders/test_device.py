@@ -20,6 +20,7 @@ from megaprof.recorders import device, tape
 from megaprof.recorders import timeline as recorder
 from megaprof.recorders.device import device_clock
 from megaprof.recorders.tape import PythonTape, Tape
+from tests.formats.step_records import events_of
 from tests.recorders.fake_gpu import FakeGpu, compiled
 from tests.recorders.test_timeline import config, recorded, steps
 
@@ -122,7 +123,7 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: b
     assert timeline.metadata[0].timeline == {"clock": "device"}
     assert list(timeline.facts(format.MEMORY)) == [0], "said once"
     assert [format.Memory.unpack(each) for each in timeline.holding(format.MEMORY)] == [(3, 5, 7)] * 2
-    found = timeline.events(1)
+    found = events_of(timeline, 1)
     assert found is not None
     assert len(found.code) == 7
     assert 0 <= found.start[0] <= found.end[-1] <= timeline.steps[1]["duration"]

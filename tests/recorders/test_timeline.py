@@ -35,6 +35,7 @@ from megaprof.recorders.call import read_work
 from megaprof.recorders.timeline import STEPS_AT_ONCE, TimelineRecorder
 from megaprof.recorders.timeline_steps import Tally
 from tests.analysis.tables import tables_in
+from tests.formats.step_records import events_of
 
 
 def config(directory: Path, **more: Any) -> ProfileConfig:
@@ -491,7 +492,7 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: N
     assert timeline.metadata[0].timeline["clock"] == "device"
     assert [int(s["step"]) for s in timeline.steps] == [0, 1, 2]
     assert {int(s["flags"]) for s in timeline.steps} == {format.DEVICE_CLOCK}
-    events = timeline.events(1)
+    events = events_of(timeline, 1)
     assert events is not None
     # Three forwards, three backwards and the finalisation, each from one event to the next.
     assert (events.end - events.start).tolist() == [1000] * len(events.code)

@@ -190,4 +190,6 @@ def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
     assert [len(r.shapes) for r in read] == [4, 4, 2]
-    assert [event for r in read for i in range(len(r.steps)) for event in r.events(i).code.tolist()] == list(range(10))
+    assert [
+        event for r in read for i in range(len(r.steps)) for event in r.shapes[r.steps["shape"][i]].tolist()
+    ] == list(range(10))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.groups import INSIDE, axis_of, ranks_of
-from megaprof.formats.facts import Arrivals, kept, unpack_arrivals, unpack_groups
+from megaprof.formats.facts import Arrivals, Groups, kept, unpack_arrivals, unpack_json
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -56,7 +56,7 @@ def step_arrivals(timeline: Timeline, row: int, rank: int, host: str | None) -> 
     """Returns what a rank came to in its step at ``row``; None if that is not known."""
     groups: dict[str, Group] = {}
     for payload in timeline.facts(GROUPS).values():
-        for name, group in unpack_groups(payload).items():
+        for name, group in unpack_json(payload, Groups).items():
             axis = axis_of(group.desc)
             if axis in INSIDE:
                 groups[name] = Group(axis, name, ranks_of(group.ranks) or ())

@@ -387,18 +387,17 @@ def call_of(
     for timeline, rows in timelines.steps_of(files[rank], key):
         steps = timeline.steps[rows]
         for row in rows[(steps["step"] == step) & (steps["index"] == index)].tolist():
-            fixed, events = timeline.steps[row], timeline.events(row)
+            fixed, (present, times) = timeline.steps[row], timeline.times([row])
             begin_ns, coords = int(fixed["start_ns"]), timeline.metadata[fixed["metadata"]].coords
-            if events is None or (latest and latest[0].start >= begin_ns):
+            if not len(present) or (latest and latest[0].start >= begin_ns):
                 continue
             end_ns = begin_ns + 1000 * int(fixed["duration"])
             latest = [Pass(key.target, coords.pp, None, None, begin_ns, end_ns, coords.rank)]
-            spans = (events.start.tolist(), events.end.tolist())
-            for code, start, end in zip(events.code.tolist(), *spans, strict=True):
+            spans_ns = begin_ns + 1000 * times[0]
+            for code, (start, end) in zip(timeline.shapes[fixed["shape"]].tolist(), spans_ns.tolist(), strict=True):
                 if (name := codes.name(code)) is not None:
                     chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
-                    times = begin_ns + 1000 * start, begin_ns + 1000 * end
-                    latest.append(Pass(name.label, coords.pp, chunk, microbatch, times[0], times[1], coords.rank))
+                    latest.append(Pass(name.label, coords.pp, chunk, microbatch, start, end, coords.rank))
     return latest
 
 

@@ -28,7 +28,7 @@ from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
 from megaprof.analysis.trace.steps import ModuleKey, Numbers, grouped, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import unpack_collections, unpack_data, unpack_modules, unpack_work
+from megaprof.formats.facts import Modules, unpack_collections, unpack_data, unpack_json, unpack_work
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -275,7 +275,7 @@ def _laid_out(
     metadata = timeline.metadata[int(timeline.steps["metadata"][row_of[-1]])]
     modules = dict[ModuleKey, tuple[int, ...]]()
     for payload in timeline.facts(format.MODULES).values():
-        modules |= {ModuleKey(*module): (ns,) for module, ns in unpack_modules(payload)}
+        modules |= {ModuleKey(*module): (ns,) for module, ns in unpack_json(payload, Modules)}
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     usual_ms = list(zip(numbers.tolist(), _usual_pass(start, end), strict=True))

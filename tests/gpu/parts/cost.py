@@ -25,6 +25,7 @@ from megaprof.formats.ranges import FORWARD
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.analysis.rows import rows
+from tests.formats.step_records import events_of
 from tests.gpu.found import Found, difference
 from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 from tests.gpu.stand_ins import Cudart, faked
@@ -197,7 +198,7 @@ def _by_timeline(directory: Path) -> float:
     (path,) = directory.glob(f"*{SUFFIX}")
     timeline, found = read_timeline(path), []
     for position in range(len(timeline.steps)):
-        events = timeline.events(position)
+        events = events_of(timeline, position)
         if events is not None:
             forwards = events.code & codes.KIND_MASK == codes.FORWARD
             found.append(float((events.end - events.start)[forwards].sum()) / 1e3)

@@ -19,6 +19,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.formats import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import build
+from tests.formats.step_records import events_of
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, config, hooked, steps_from, train, workload
 from tests.gpu.ranks import joined, together
@@ -83,7 +84,7 @@ def run(work: Path, cpu: bool) -> Found:
             ours = statistics.median(timeline.steps[column]) / 1e3
             found.within(cpu, f"stage {stage}: {name} (ms) is that of the events", ours, by_events[stage][name], 0.02)
         found.figures[f"stage_{stage}_exchanges_ms"] = statistics.median(timeline.steps["p2p"]) / 1e3
-        events = timeline.events(len(timeline.steps) - 1)
+        events = events_of(timeline, len(timeline.steps) - 1)
         kinds = [] if events is None else (events.code & codes.KIND_MASK).tolist()
         passes = [kinds.count(kind) for kind in (codes.FORWARD, codes.BACKWARD)]
         found.expect(f"stage {stage}: forwards and backwards of a step", passes, [workload(cpu).microbatches] * 2)
