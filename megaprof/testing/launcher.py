@@ -111,6 +111,7 @@ def run_ranks(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
+    check: Callable[[], None] = lambda: None,
     **kwargs: Any,
 ) -> list[T]:
     """Calls ``fn(*args, **kwargs)`` in ``world`` fresh processes, and returns their results in rank order.
@@ -119,7 +120,7 @@ def run_ranks(
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one OMP thread, and ``env`` on top; inside,
     `init_distributed` or ``torch.distributed.init_process_group`` joins the ranks. What ranks print reaches this
     process's stdout and stderr unchanged; with ``on_line(rank, line)`` their stdout goes there, line by line, instead
-    (called from a reader thread per rank).
+    (called from a reader thread per rank). ``check()`` is called many times a second; what it raises ends the ranks.
 
     Raises:
         RanksFailed: a rank raised, exited, was killed, or was still running after ``timeout`` seconds. Ranks still
@@ -150,7 +151,7 @@ def run_ranks(
         try:
             for rank in range(world):
                 ranks.append(_Rank(rank, job, _rank_env(rank, world, store.port, token, env), on_line))
-            failed_rank = _wait(ranks, timeout)
+            failed_rank = _wait(ranks, timeout, check)
             running = [rank for rank in ranks if rank.process.poll() is None]
             stacks = _dump_stacks(running)
         finally:
@@ -257,11 +258,12 @@ def _forward(stream: IO[str], write: Callable[[str], object], last: deque[str]) 
             write(line)
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> int | None:
+def _wait(ranks: list[_Rank], timeout: float, check: Callable[[], None]) -> int | None:
     """Waits until all ranks have ended or their time is up; returns the first rank that was seen to have failed."""
     deadline = time.monotonic() + timeout
     failed_rank: int | None = None
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        check()
         if failed_rank is None:
             failed_rank = next((rank.rank for rank in ranks if rank.failed), None)
             if failed_rank is not None:

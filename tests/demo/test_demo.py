@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +27,13 @@ from megaprof.cli import main
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.parallel.machine import processes_with
 from megaprof.parallel.schedules import EXCHANGES
+from megaprof.testing import launcher
 from tests.analysis.scenarios import Scenario, write
 
 SMALL = ["--microbatches", "6", "--steps", "2"]
 SMALLER = ["--microbatches", "4"]
 STARTING = "starting the ranks"
-LIVE = ["--live", "--microbatches", "4", "--layers", "4"]
+LIVE = ["--live", "--microbatches", "4"]
 
 
 def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
@@ -51,8 +52,8 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "captured"), [(1, [0]), (2, [1]), (3, [1, 2]), (4, [1, 2]), (9, [4, 5, 6]), (16, [9, 10, 11])]
 )
-def test_steps_without_a_profiler_surround_the_captured_ones(steps: int, captured: list[int]) -> None:
-    assert list(demo._captured(steps)) == captured
+def test_steps_without_a_profiler_surround_the_captured_ones(steps: int, captured: list[int], tmp_path: Path) -> None:
+    assert demo.profile_flags(tmp_path, steps, None)[-1] == ",".join(map(str, captured))
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_a_demo_captures_and_reports_what_it_was_told_to_build(
 @pytest.mark.slow
 def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main(["demo", *SMALL, "--pp", "1", "--layers", "2", "--out", str(out)]) == 0
+    assert main(["demo", *SMALL, "--pp", "1", "--out", str(out)]) == 0
     for target in json.loads((out / "report.json").read_text())["targets"]:
         assert target["slowest_stage"] is None
         assert {cause["stage"] for cause in target["diagnosis"]["causes"]} <= {0, None}
@@ -109,13 +110,11 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layers", "8", "--layout", "5,4"], "layout"),
+        (["--layout", "5,4,1"], "layout"),
         (["--layout", "six"], "--layout six"),
         (["--steps", "0"], "--steps 0"),
         (["--pp", "0"], "--pp 0: must be at least 1"),
-        (["--pp", "64", "--layers", "64"], "--pp 64: 64 ranks on one CPU; must be at most 32"),
-        (["--layers", "1"], "--layers 1: must be at least 2 with --pp 2"),
-        (["--time-limit", "0"], "--time-limit 0"),
+        (["--pp", "64"], "--pp 64: 64 ranks on one CPU; must be at most 32"),
         (["--dp", "33"], "--pp 2 --dp 33: 66 ranks on one CPU"),
         (["--fault", "hang"], "--fault hang: needs --live"),
         (
@@ -142,6 +141,37 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said in printed
     assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+class Dropped:
+    """Python loses what a handler of a signal raises in here."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("live", [["--live"], []])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_counts_wherever_the_launcher_is(
+    number: signal.Signals, live: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = launcher.start
+
+    def started(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
+        dropped = Dropped(number)
+        del dropped
+        return start("import time; time.sleep(5)", env)
+
+    monkeypatch.setattr(launcher, "start", started)
+    arguments = ["demo", *live, "--pp", "1", "--out", str(tmp_path / "out")]
+    if number == signal.SIGINT:
+        assert main(arguments) == 130
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            main(arguments)
 
 
 class Live:

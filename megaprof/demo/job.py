@@ -1,10 +1,13 @@
-"""The faults of ``megaprof demo --fault``: the shape that each needs, its description, and how a rank is given it."""
+"""What the ranks of ``megaprof demo`` run: a small pretrain entrypoint, and the faults that it can have."""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaprof.testing import BuiltGPT, GPTWorkload
@@ -17,16 +20,69 @@ FAULTS = {
 }
 #: The first step of a live job that has the fault, so that healthy steps come before it.
 FIRST_STEP = 3
-#: The shortest wait of a slow layer: a small model's own times are lost in the other load of a machine.
-_LAYER_MS = 10.0
+#: What a live job prints after its first step.
+RUNNING = "running"
 _LINK_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
+_NEVER_SECONDS = 1e6
 
 
-def least(fault: str | None, ep: int) -> dict[str, int]:
-    """Returns the sizes that a fault needs to be visible, by the names of their options. They are the defaults of a
-    demo with that fault, so that it has as few ranks as possible."""
-    return {SLOW_RANK: {"pp": 1, "dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
+def captured(workload: GPTWorkload, flags: list[str], fault: str | None, steps: int) -> None:
+    """Runs one rank of a job that ends by itself: training, log-probs and an evaluation."""
+    with _hooked(workload, flags, fault) as (gpt, forward_backward):
+        for target, run_step in (("train_actor", gpt.train_step), ("train_log_probs", gpt.log_probs_pass)):
+            for step in range(steps):
+                print(f"{target} step {step} ({step + 1} of {steps})", flush=True)
+                run_step(forward_backward)
+        print("evaluation pass", flush=True)
+        gpt.evaluate(forward_backward)
+        print("finishing the files", flush=True)
+
+
+def live(
+    workload: GPTWorkload, flags: list[str], fault: str | None, steps: int | None, seconds: float, stop: str
+) -> int:
+    """Runs one rank until ``steps`` are done, the file ``stop`` appears or the time is up. Returns the number of steps,
+    which is the same on all ranks."""
+    deadline = time.monotonic() + seconds
+
+    def over() -> bool:
+        return Path(stop).exists() or time.monotonic() > deadline
+
+    with _hooked(workload, flags, fault, FIRST_STEP, over) as (gpt, forward_backward):
+        import torch
+
+        go_on = torch.ones(1)
+        while go_on.item():
+            gpt.train_step(forward_backward)
+            if gpt.step == 1 and torch.distributed.get_rank() == 0:
+                print(RUNNING, flush=True)
+            go_on[0] = gpt.step != steps and not over()
+            torch.distributed.broadcast(go_on, 0)
+    return gpt.step
+
+
+@contextmanager
+def _hooked(
+    workload: GPTWorkload, flags: list[str], fault: str | None, begin: int = 0, over: Callable[[], bool] = lambda: True
+) -> Iterator[tuple[BuiltGPT, Any]]:
+    """Yields the model of a rank and its schedule, with the two lines that megaprof needs. The fault begins at step
+    ``begin``."""
+    print("importing Megatron-Core", flush=True)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import add_profile_args, install_hooks
+    from megaprof.testing import build, cpu_megatron, init_distributed
+
+    args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
+    init_distributed(timeout=_NEVER_SECONDS)
+    with cpu_megatron():
+        print("building the model", flush=True)
+        gpt = build(workload)
+        if fault is not None:
+            _inject(fault, gpt, begin, over)
+        with install_hooks(gpt.chunks, args):
+            yield gpt, get_forward_backward_func()
 
 
 def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -> None:
@@ -58,11 +114,11 @@ def described(fault: str, workload: GPTWorkload, begin: int) -> str:
     if fault == SLOW_LINK:
         delay_text = f"{1e3 * _LINK_SECONDS:.0f} ms longer"
         return f"each exchange between stages {stage - 1} and {stage} takes {delay_text}, {since}"
-    position = f"microbatch {_middle(workload)} of step {begin}"
+    position = f"microbatch {workload.microbatches // 2} of step {begin}"
     return f"rank {rank} (stage {stage}) stops in {position}, and the others wait for it"
 
 
-def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lambda: True) -> None:
+def _inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool]) -> None:
     """Puts a fault into this rank, from step ``begin`` on, if the fault concerns it. A hang lasts until ``over()``."""
     import torch
     from megatron.core import parallel_state
@@ -70,33 +126,27 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
     from megaprof.testing.faults import after_exchange, before_forward, layers, linger
 
     workload, is_last_rank = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
+    stage, forwards = parallel_state.get_pipeline_model_parallel_rank(), 0
 
     def twice(took_ms: float) -> tuple[float, float]:  # a backward takes about two forwards
-        longer = max(took_ms, _LAYER_MS) if gpt.step >= begin else 0.0
+        longer = took_ms if gpt.step >= begin else 0.0
         return longer, 2 * longer
 
     def delay() -> None:
         if gpt.step >= begin:
             time.sleep(_LINK_SECONDS)
 
-    forwards = 0
-
     def stop() -> None:
         nonlocal forwards
         microbatch, forwards = forwards % workload.microbatches, forwards + 1
-        while gpt.step >= begin and microbatch == _middle(workload) and not over():
+        while gpt.step >= begin and microbatch == workload.microbatches // 2 and not over():
             time.sleep(_LOOK_SECONDS)
 
     if fault == SLOW_RANK and is_last_rank:
         linger(layers(gpt.chunks), twice)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
     if fault == SLOW_LINK and stage == workload.pp - 2:
         after_exchange(parallel_state.get_pipeline_model_parallel_next_rank(), delay)
     if fault == SLOW_LINK and stage == workload.pp - 1:
         after_exchange(parallel_state.get_pipeline_model_parallel_prev_rank(), delay)
     if fault == HANG and is_last_rank:
         before_forward(gpt.chunks[0], stop)
-
-
-def _middle(workload: GPTWorkload) -> int:
-    return workload.microbatches // 2
