@@ -164,11 +164,11 @@ def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
         # As Megatron-LM's train() does: a function for one chunk, a list of them for several.
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return BuiltGPT(workload, config, chunks, layer_ms)
+    return BuiltGPT(workload, config, chunks)
 
 
 def _layer_ms(workload: GPTWorkload, device: str) -> tuple[float, float] | None:
-    """Returns `BuiltGPT.layer_ms`, the same on all ranks. The first rank says so if it is longer than was asked."""
+    """Returns what layers take, the same on all ranks. The first rank says so if it is longer than was asked."""
     if workload.layer_ms is None or not workload.patient:
         return workload.layer_ms
     times = torch.tensor([_ENOUGH / _share_of_a_core()], device=device).clamp(1.0, _MOST_TIMES)
@@ -197,22 +197,15 @@ class BuiltGPT:
         chunks: the model chunks, megatron-core's DistributedDataParallel around GPTModel; what a host passes on as
             ``model``.
         config: their TransformerConfig.
-        layer_ms: ``workload.layer_ms``. If the workload is ``patient``, this is longer on all ranks, up to 8 times, in
-            proportion to how much less than a quarter of a core a rank got while it started, which Linux counts.
         optimizer: AdamW over the chunks' parameters.
         step: the next training step, from 0.
     """
 
-    def __init__(
-        self, workload: GPTWorkload, config: Any, chunks: list[Any], layer_ms: tuple[float, float] | None
-    ) -> None:
+    def __init__(self, workload: GPTWorkload, config: Any, chunks: list[Any]) -> None:
         self.workload = workload
         self.config = config
         self.chunks = chunks
-        self.layer_ms = layer_ms
-        self.optimizer = torch.optim.AdamW(
-            [parameter for chunk in chunks for parameter in chunk.parameters()], lr=workload.learning_rate
-        )
+        self.optimizer = torch.optim.AdamW(parameter for chunk in chunks for parameter in chunk.parameters())
         self.step = 0
 
     @property

@@ -66,9 +66,8 @@ class GPTWorkload:
     """Milliseconds of a layer's forward and of its backward. The layer waits until they have passed, as a host waits
     for a GPU, so other work on the machine hardly changes them. None: as long as it computes."""
     patient: bool = False
-    """Whether layers wait longer than ``layer_ms`` on a busy machine (see `BuiltGPT.layer_ms`)."""
-    learning_rate: float = 1e-3
-    """Learning rate of the optimizer."""
+    """Whether layers wait longer than ``layer_ms`` on a busy machine: on all ranks, up to 8 times, in proportion to how
+    much less than a quarter of a core a rank got while it started, which Linux counts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -13,7 +13,7 @@ import torch
 
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
-SMALL: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "learning_rate": 3e-3}
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32}
 UNEVEN = GPTWorkload(pp=2, layout=(3, 1), **SMALL)
 EXPERTS = GPTWorkload(ep=2, dtype="bfloat16", **SMALL)
 COMBINED = GPTWorkload(ep=2, dtype="bfloat16", combined_1f1b=True, **SMALL)
@@ -46,6 +46,7 @@ def run_twice(workload: GPTWorkload) -> list[dict[str, Any]]:
     runs = []
     for once in (False, True):
         gpt = build(workload)
+        gpt.optimizer.param_groups[0]["lr"] = 3e-3
         func = get_forward_backward_func() if once else None
         losses = [gpt.train_step(func) for _ in range(STEPS)]
         log_probs = gpt.log_probs_pass(func)
@@ -220,9 +221,11 @@ def test_patient_layers_wait_longer_the_less_of_a_core_their_rank_got(
             raise FileNotFoundError
         return schedstat
 
+    found: list[tuple[float, float]] = []
     monkeypatch.setattr("megaprof.testing.gpt.Path.read_text", read_text)
-    paced = build(replace(one_rank.workload, layer_ms=(10.0, 30.0), patient=patient))
-    assert paced.layer_ms == pytest.approx((10.0 * times, 30.0 * times))
+    monkeypatch.setattr("megaprof.testing.gpt.pace", lambda modules, takes: found.append(takes()))
+    build(replace(one_rank.workload, layer_ms=(10.0, 30.0), patient=patient))
+    assert found == [pytest.approx((10.0 * times, 30.0 * times))]
 
 
 @pytest.mark.parametrize(
