@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
@@ -19,12 +21,19 @@ from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.report.text.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
+from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
+from megaprof.formats.names import parse_artifact_name, shard_of
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
+from megaprof.parallel.peers import Flags, began, moving_median
 
 _CULPRITS = 4
 #: Of the stages with slow ranks, those where they are slowest.
 _SLOWEST = 8
+#: Seconds by which the clocks of two hosts may differ.
+_CLOCKS_SECONDS = 60.0
+#: Steps of a running median, in which two unlike ones do not count.
+_WIDTH = 5
 #: Where a job without a timeline stands still.
 _NOWHERE = " Only a timeline (--profile-tool timeline) shows where the ranks are and which one the others wait for."
 
@@ -53,8 +62,15 @@ class View:
 
     @cached_property
     def slow(self) -> SlowRanks | None:
-        """Those of the stage where they are slowest; None if there are none."""
-        return next(iter(self.slow_of_stages), None)
+        """Those of the stage where they are slowest, and since when the slowest one is at least half as slow as now;
+        None if there are none."""
+        slow = next(iter(self.slow_of_stages), None)
+        if slow is None:
+            return None
+        half = 1.0 + (slow.ratio - 1.0) / 2
+        both = slow.ranks[0], slow.peer
+        since = self._since(both, "passes_us", lambda own, peer: own / np.maximum(peer, 1.0) > half)
+        return replace(slow, since=since)
 
     @cached_property
     def waits(self) -> Mapping[int, float]:
@@ -64,7 +80,24 @@ class View:
     @cached_property
     def host_bound(self) -> HostBound | None:
         """The stages whose GPUs wait for their host in most passes; None if there are none."""
-        return host_bound(self.summary.stages)
+        waits = host_bound(self.statuses[rank] for rank in self.heard)
+        if waits is None:
+            return None
+        return replace(waits, since=self._since((waits.rank,), "host_bound", lambda share: share > 0.5))
+
+    def _since(
+        self, of: Sequence[int], figure: Literal["passes_us", "host_bound"], is_there: Callable[..., Flags]
+    ) -> int | None:
+        """Returns the step since which something is almost always there, by a figure of each of these ranks; None if it
+        is there from the first step on, if it comes and goes, or without timelines. Running medians remove single
+        unlike steps, and keep a change of level where it is."""
+        if (recent := self.statuses[of[0]].recent) is None:
+            return None
+        of_ranks = [_by_step(self.job, rank, recent.target, figure) for rank in of]
+        steps = sorted(set.intersection(*map(set, of_ranks)))
+        series = (np.array([values[step] for step in steps], dtype=np.float64) for values in of_ranks)
+        first = began(is_there(*(moving_median(each, _WIDTH) for each in series))) if steps else None
+        return steps[first] if first else None
 
     @property
     def state(self) -> State:
@@ -167,6 +200,33 @@ def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standin
     return tuple(found)
 
 
+def _by_step(job: RunningJob, rank: int, target: str, figure: Literal["passes_us", "host_bound"]) -> dict[int, float]:
+    """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
+    disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
+    values: dict[int, float] = {}
+    for path in sorted((job.directory / shard_of(rank, job.run.world)).glob(f"*{format.SUFFIX}")):
+        name = parse_artifact_name(path.name)
+        if name is None or name.place.rank != rank:
+            continue
+        try:
+            timeline = format.read_timeline(path, events=figure == "host_bound")
+        except format.UnreadableTimeline:
+            continue
+        steps = timeline.steps
+        described = [each.target == target and not each.around_windows for each in timeline.metadata]
+        clean = np.isin(steps["metadata"], np.flatnonzero(described))
+        clean &= steps["flags"] & (format.FAILED | format.DISTURBED) == 0
+        rows = np.flatnonzero(clean & (steps["start_ns"] / 1e9 > job.run.started - _CLOCKS_SECONDS))
+        made: Iterable[float | None] = (
+            steps["forward"][rows].astype(float) + steps["backward"][rows] + steps["combined"][rows]
+        )
+        if figure == "host_bound":
+            made = map(timeline.host_bound_passes, rows.tolist())
+        numbers = steps["step"][rows].tolist()
+        values.update((step, value) for step, value in zip(numbers, made, strict=True) if value is not None)
+    return values
+
+
 def verdict(view: View) -> str | None:
     """Returns a sentence about what is wrong with the whole job; None if nothing is, or if single ranks are silent."""
     blame = view.blame
@@ -184,12 +244,15 @@ def verdict(view: View) -> str | None:
     if (slow := view.slow) is not None:
         compute, whose = ("computes", "its") if len(slow.ranks) == 1 else ("compute", "their")
         who = f"{capital(ranks(sorted(slow.ranks)))} (stage {slow.stage})"
-        complaints.append(f"{who} {compute} {slow.ratio:.1f} times as long as {whose} peers.")
+        since = "" if slow.since is None else f", since step {slow.since}"
+        complaints.append(f"{who} {compute} {slow.ratio:.1f} times as long as {whose} peers{since}.")
     if view.waits:
         complaints.append(cores_sentence(view.waits))
     if (waits := view.host_bound) is not None:
-        least = "at least " * (len(waits.stages) > 1)
-        share = f"{least}{waits.passes:.0%} of the passes of {stages(sorted(waits.stages))}"
+        several = len(waits.stages) > 1
+        who = f"that of stage {waits.stages[0]}" if several else "it"
+        since = "" if waits.since is None else f" ({who} did not before step {waits.since})"
+        share = f"{'at least ' * several}{waits.passes:.0%} of the passes of {stages(sorted(waits.stages))}{since}"
         complaints.append(f"The GPU waits for its host in {share}: a capture shows what that costs.")
     return " ".join(complaints) or None
 

@@ -41,6 +41,8 @@ class SlowRanks:
     """Compute of its peers, in milliseconds."""
     peer: int
     """A typical other rank of the stage."""
+    since: int | None = None
+    """First step from which on the slowest one was almost always slow; None if unknown, or if it is the first."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class HostBound:
     """Pipeline ranks, the one that waits most first."""
     passes: float
     """Fraction of the passes in which the one that waits least does so."""
+    rank: int
+    """Rank of the first stage that waits most."""
+    since: int | None = None
+    """First step from which on that rank almost always waited; None if unknown, or if it is the first of all."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,7 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
     timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
     factor = None if slowest is None else stage.above.get(slowest)
-    recents = (status.recent for status in members if status.recent is not None)
-    waiting = [part for recent in recents if (part := recent.host_bound_passes) is not None]
+    waiting = _host_bound(members)
     return StageFigures(
         pp=pp,
         ranks=len(members),
@@ -185,7 +190,7 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
         peers_ms=None if slowest_ms is None or factor is None else slowest_ms / factor,
-        host_bound_passes=statistics.fmean(waiting) if waiting else None,
+        host_bound_passes=statistics.fmean(waiting.values()) if waiting else None,
     )
 
 
@@ -223,10 +228,21 @@ def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
     return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
 
 
-def host_bound(stages: Iterable[StageFigures]) -> HostBound | None:
+def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:
     """Returns the stages whose GPUs wait for their host in more than half of the passes; None if there are none."""
-    parts = {stage.pp: part for stage in stages if (part := stage.host_bound_passes) is not None and part > 0.5}
-    return HostBound((*sorted(parts, key=lambda pp: (-parts[pp], pp)),), min(parts.values())) if parts else None
+    by_stage = {pp: parts for pp, stage in _stages(statuses).items() if (parts := _host_bound(stage.members))}
+    means = {pp: statistics.fmean(parts.values()) for pp, parts in by_stage.items()}
+    stages = sorted((pp for pp, mean in means.items() if mean > 0.5), key=lambda pp: (-means[pp], pp))
+    if not stages:
+        return None
+    first = by_stage[stages[0]]
+    return HostBound((*stages,), means[stages[-1]], max(first, key=lambda rank: (first[rank], -rank)))
+
+
+def _host_bound(members: Iterable[RankStatus]) -> dict[int, float]:
+    """Returns the fraction of its passes in which each rank's GPU waited for its host, as far as it is known."""
+    recents = {status.rank: status.recent for status in members if status.recent is not None}
+    return {rank: part for rank, recent in recents.items() if (part := recent.host_bound_passes) is not None}
 
 
 def _undisturbed_ms(status: RankStatus) -> float | None:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from megaprof.cli import main
 from megaprof.formats.job import RunRecord
+from megaprof.formats.timeline import HOST_BOUND, fact_record
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -149,30 +150,40 @@ def test_watch_fits_80_columns_and_a_row_is_of_ranks_that_are_not_slow(
     assert found["now"]["stages"][1]["gradients_ms"] == 12000
 
 
-def test_status_and_watch_say_which_rank_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_and_watch_say_since_when_a_rank_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=2)))
+    start_ns = time.time_ns()
     job.begin()
+    write_timelines(tmp_path, job.layout, steps=20, start_ns=start_ns, slow=[Slow(rank=3, from_step=5, factor=2.0)])
     for rank in range(4):
         job.status(rank, recent=recent(100.0, 90.0 if rank == 3 else 45.0))
-    said = "Rank 3 (stage 1) computes 2.0 times as long as its peers."
+    said = "Rank 3 (stage 1) computes 2.0 times as long as its peers, since step 5."
     assert status(job) == 0
     assert said in capsys.readouterr().out
     assert main(["watch", str(job.directory), "--once"]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
     _, found = as_json(job, capsys)
-    assert found["slow"]["ranks"] == [3]
+    assert (found["slow"]["ranks"], found["slow"]["since"]) == ([3], 5)
 
 
-def test_status_says_which_gpus_wait_for_their_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_since_when_gpus_wait_for_their_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=2)))
+    start_ns = time.time_ns()
     job.begin()
+    paths = write_timelines(tmp_path, job.layout, steps=20, start_ns=start_ns, device_clock=True)
+    with paths[3].open("ab") as file:
+        bits = ["ff0f" if step >= 12 else "0000" for step in range(20)]
+        file.write(b"".join(fact_record(row, HOST_BOUND, bytes.fromhex(each)) for row, each in enumerate(bits)))
     for rank in range(4):
         job.status(rank, recent=recent(100.0, 45.0) | {"host_bound_passes": 0.75 if rank > 1 else 0.125 * rank})
     _, found = as_json(job, capsys)
     assert [stage["host_bound_passes"] for stage in found["now"]["stages"]] == [0.0625, 0.75]
-    assert found["host_bound"] == {"stages": [1], "passes": 0.75}
+    assert found["host_bound"] == {"stages": [1], "passes": 0.75, "rank": 2, "since": None}
+    job.status(3, recent=recent(100.0, 45.0) | {"host_bound_passes": 1.0})
+    _, found = as_json(job, capsys)
+    assert found["host_bound"] == {"stages": [1], "passes": 0.875, "rank": 3, "since": 12}
     assert status(job) == 0
-    assert "in 75% of the passes of stage 1: a capture" in capsys.readouterr().out
+    assert "in 88% of the passes of stage 1 (it did not before step 12)" in capsys.readouterr().out
 
 
 def test_watch_names_a_slow_link_about_which_no_status_tells(

@@ -267,8 +267,7 @@ def test_stages_whose_gpus_wait_for_their_host_in_most_passes() -> None:
     found = summarise(RUN, job)
     assert [stage.host_bound_passes for stage in found.stages] == [pytest.approx(0.3), pytest.approx(0.95)]
     assert sinks.scalars(found)["megaprof/host_bound_passes/stage_1"] == pytest.approx(0.95)
-    assert host_bound(found.stages) == HostBound((1,), pytest.approx(0.95))
+    assert host_bound(job) == HostBound((1,), pytest.approx(0.95), 3)
     both = [waiting(rank, share) for rank, share in enumerate((0.6, 0.8, 0.9, 1.0))]
-    assert host_bound(summarise(RUN, both).stages) == HostBound((1, 0), pytest.approx(0.7))
-    on_cpu = summarise(RUN, [status(rank, 40.0) for rank in range(4)])
-    assert host_bound(on_cpu.stages) is None, "no GPU's clock says so"
+    assert host_bound(both) == HostBound((1, 0), pytest.approx(0.7), 3)
+    assert host_bound([status(rank, 40.0) for rank in range(4)]) is None, "no GPU's clock says so"
