@@ -144,6 +144,7 @@ class Agenda:
         self.wishes: dict[tuple[str, str | None], Wish] = {}
         self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
+        self._before: tuple[CountedStep, ...] = ()  # the steps that began with the call before
 
     def begins(
         self,
@@ -155,10 +156,11 @@ class Agenda:
         graph: bool = False,
         opened: CountedStep | None = None,
         demand: Demand | None = None,
-    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned]]:
+    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned], list[Planned]]:
         """Counts a call, or annotated work, that begins. Returns the steps that begin with it: the host's step, if one
         does, and then the call's own; whether the open window ended before it; and the windows that are wanted. The
-        first that can open does so, and the others are lost (`lose`).
+        first that can open does so, and the others are lost (`lose`). Last, those of these steps after which a wanted
+        step will probably begin with the next call (`_before_wanted`).
 
         ``number``: the host's number for it; None or negative if the host has none. ``host_step``: the number of the
         host's step that it is in; None if unknown, negative if the host counts but is in no step. ``graph``: whether it
@@ -181,7 +183,8 @@ class Agenda:
                 wish.captured.add(step.number)
                 opens.append((step, None))
             wish.runs(step.number, graph=graph)
-        return steps, closes, opens
+        coming = self._before_wanted(steps, demand) if self._planned or demand is not None else []
+        return steps, closes, opens, coming
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -239,6 +242,23 @@ class Agenda:
             wish = self.wish(step.target, step.role)
             wish.captured.discard(step.number)
             wish.lost[step.number] = reason
+
+    def _before_wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[Planned]:
+        """Returns those of ``steps``, which begin with a call, after which the next call probably begins a step that
+        is wanted, by the configuration or for ``demand``: their predecessors began with the call before, as in a job
+        that only trains. If calls share a number, as RL's mini-batches do, nobody knows which is the last."""
+        before = [(step.target, step.role, step.number + 1) for step in self._before]
+        self._before = steps
+        coming: list[Planned] = []
+        for step in steps:
+            if (step.target, step.role, step.number) not in before:
+                continue
+            wish, following = self.wish(step.target, step.role), step.index + 1
+            if wish.plan is not None and wish.plan.captures(step.number + 1, following - wish.graphs):
+                coming.append((step, None))
+            if demand is not None and (step.target, step.role) == demand.counted and not demand.over:
+                coming += [(step, demand)] * (demand.first <= following < demand.first + demand.steps)
+        return coming
 
     @property
     def goes_on(self) -> bool:

@@ -78,10 +78,13 @@ class Process:
         """The `megaprof.Handle` of the hooks that a controller started in this process; None if none did."""
         self.step = 0
         """The controller's number of the running step."""
+        self.prepared: tuple[object, Sequence[Recorder]] | None = None
+        """The recorders that were prepared after the last call, for the next one, and before them the session that they
+        belong to; None if none were. The next call of the process uses or discards them."""
         self.thread: int | None = None
-        """The thread that opened the last window. Only that thread can close it."""
+        """The thread that opened the window or prepared the recorders. Only that thread can end them."""
         self.disturbed = False
-        """True if a window closed since the last call that was recorded."""
+        """True if a window closed, or prepared recorders were discarded, since the last call that was recorded."""
         self.capturers: list[Any] = []
         """The sessions that captured a window, including removed ones, in the order of their last windows."""
         self.repeats: dict[str, int] = {}

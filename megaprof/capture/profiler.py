@@ -246,7 +246,7 @@ def leave(session: Session) -> None:
     thread can do it. Only that thread can close the window, and not while it captures a CUDA graph."""
     if session.removed.is_set():
         return
-    opener = None if process.window is None else process.thread
+    opener = None if process.window is None and process.prepared is None else process.thread
     training = {process.dispatcher.inside, opener} & set(sys._current_frames())
     if training - {threading.get_ident()} or capturing():
         process.asked.append((partial(_leave, session), False))
@@ -333,7 +333,7 @@ def _forget() -> None:
         torch._C._autograd._enable_record_function(False)
     for of_parent in (process.sessions, process.capturers, process.answers, process.asked):
         of_parent.clear()
-    process.window = None
+    process.window = process.prepared = None
     process.disturbed = False
     process.termination.reset()
 

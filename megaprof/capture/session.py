@@ -97,6 +97,9 @@ class Session:
         self._roles = {role}
         self._held = compat.held_by(config)
         self._offloads = False  # whether a model of a call so far is offloaded manually
+        #: The recorders that will be prepared when the running call ends, because the next call is captured.
+        self._coming: Sequence[Recorder] = ()
+        self._began = self._between = 0  # when the running call began, and how long after the one before it, in ns
         self._thread = threading.get_ident()
         self._memory_limit = parse_limit("max_host_memory", config.max_host_memory), here.neighbours
 
@@ -115,7 +118,7 @@ class Session:
                 self._meet(role)
             target = facts.target
             opened = None if process.window is None else self._own_window
-            steps, closes, opens = self.agenda.begins(
+            steps, closes, opens, coming = self.agenda.begins(
                 target,
                 role,
                 *self._numbers(target),
@@ -123,13 +126,20 @@ class Session:
                 opened=None if opened is None or capturing() else opened.step,
                 demand=self.demand,
             )
-            if opened is not None or opens:
+            self._coming = ()
+            if self.recorders or self.demand is not None:
+                now = time.perf_counter_ns()
+                self._between, self._began = now - self._began, now
+                self._coming = self._recorders(coming[0][1]) if coming else ()
+            if opened is not None or opens or process.prepared is not None:
                 with self._termination:
                     if closes:
                         self._close(None)
                     elif opened is not None:
                         self._check_work(opened, facts)
                     self._open_first(opens, facts)
+                    if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
+                        self._leave_prepared()
             elif self._termination.handler is not None:
                 self._termination.settle()  # the last window's files may be written by now
             return self._record(facts, steps[-1])
@@ -145,13 +155,25 @@ class Session:
             in_full(call.outermost.close, self.abandon)
             return
         try:
+            coming = self._coming
+            if coming and (
+                failed or capturing() or not follows_at_once(self._between, time.perf_counter_ns() - self._began)
+            ):
+                coming = ()
             if call.timed and self.timeline is not None:
-                self.timeline.end(call.tape, failed=failed)
+                # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
+                self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
             call.outermost.close()
             opened = None if process.window is None else self._own_window
-            if opened is not None and (failed or not opened.step.outlasts_call):
-                with self._termination:
-                    self._close("the host raised an exception" if failed else None)
+            if opened is None and not coming:
+                return
+            with self._termination:
+                if opened is not None and failed:
+                    self._close("the host raised an exception")
+                elif opened is not None and not opened.step.outlasts_call:
+                    self._close(None)
+                if coming and process.window is None:
+                    self._prepare(coming)
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
                 raise
@@ -180,6 +202,10 @@ class Session:
             if (opened := self._own_window) is not None and opened.window.target == target:
                 self._close("the host raised an exception" if failed else None)
 
+    def _recorders(self, demand: Demand | None) -> Sequence[Recorder]:
+        """The recorders of a window for ``demand``; None: of one that the configuration wants."""
+        return self.recorders if demand is None else demand.recorders
+
     @property
     def _own_window(self) -> OpenWindow | None:
         """The open window, if this session opened it; else None."""
@@ -193,6 +219,8 @@ class Session:
         """
         with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
+            if process.prepared is not None and process.prepared[0] is self:
+                self._leave_prepared()
 
     def close(self, reason: str, seconds: float, *, last: bool = True) -> None:
         """Closes an open window, finishes every file within ``seconds``, and logs what was captured. The window gets
@@ -224,6 +252,33 @@ class Session:
                 self._release,
             )
         self.demand = None
+        self._coming = ()
+        if process.prepared is not None and process.prepared[0] is self:
+            process.prepared = None
+
+    def _prepare(self, recorders: Sequence[Recorder]) -> None:
+        """Prepares the ``recorders`` that can be prepared, for the next call. A failure is only logged: starting the
+        recorder will report it again."""
+        process.prepared, process.thread = (self, recorders), threading.get_ident()
+        for recorder in reversed(recorders):
+            prepare = getattr(recorder, "prepare", None)
+            try:
+                if prepare is not None:
+                    prepare()
+            except Exception as fault:
+                if from_host(fault):
+                    raise
+                logger.warning("megaprof: the profiler could not be prepared ahead of a step: %r", fault)
+                recorder.discard()
+
+    def _leave_prepared(self) -> None:
+        """Discards the recorders that were prepared for the call that has begun, unless a window uses them now."""
+        prepared, process.prepared = process.prepared, None
+        if prepared is not None:
+            process.disturbed = True
+            opened = self._own_window
+            used = () if opened is None else opened.recorders
+            in_full(*(one.discard for one in prepared[1] if all(one is not other for other in used)))
 
     def _meet(self, role: str | None) -> None:
         """Logs which selected ranks of ``role`` do not exist, when the role runs in this process for the first time.
@@ -285,7 +340,7 @@ class Session:
         ):
             timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
             call = RecordedCall(facts, timed, True, ranged)
-        elif window is not None or ranged:
+        elif window is not None or ranged or self._coming:
             call = RecordedCall(facts, Tape(facts.chunks, facts.forward_only), False, ranged)
         else:
             return None
@@ -306,9 +361,7 @@ class Session:
         names = os.path.join(self._folder, window.path("", "").name)
         process.repeats[names] = process.repeats.get(names, 0) + 1
         window = replace(window, repeat=process.repeats[names])
-        process.window = opened = OpenWindow(
-            self, window, step, demand, self.recorders if demand is None else demand.recorders
-        )
+        process.window = opened = OpenWindow(self, window, step, demand, self._recorders(demand))
         process.thread = threading.get_ident()
         try:
             watch_host_memory(opened.memory_is_safe, *self._memory_limit, partial(process.memory_ran_out, self))
@@ -385,3 +438,11 @@ class Session:
             opened.memory_is_safe.set()
             opened.device.end()
             process.window, process.disturbed = None, True
+
+
+def follows_at_once(between: int, took: int) -> bool:
+    """Returns whether the call after one that took ``took`` is expected at once, if that one began ``between`` after
+    the call before it: if the next gap is like the last one, it is short. Only then are recorders prepared: Kineto
+    keeps every kernel from then on, and nobody can end it before the next call, so during an RL rollout it would fill
+    the host's memory."""
+    return between <= 2 * took

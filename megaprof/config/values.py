@@ -67,7 +67,7 @@ class Schedule:
     skip_first: int = 3
     wait: int = 0
     warmup: int = 0
-    """Calls after the idle ones, which are not captured either."""
+    """Calls after the idle ones, which are not captured either. The profiler is prepared after the last one."""
     active: int = 1
     repeat: int = 1
     """Number of cycles; 0 for the whole run."""

@@ -89,6 +89,8 @@ class Profiler:
     """The activities of these that this process could record."""
     start_ns: Number | None = None
     """Nanoseconds by which the first step of the window began late, because the profiler was started before it."""
+    prepared: bool = False
+    """True if it was prepared at the end of the call before, and only had to be switched on."""
     waited_ns: Number | None = None
     """Nanoseconds of the window in which the training thread could have run but had no processor core; None if the
     system does not count that."""

@@ -40,7 +40,7 @@ HOLDING = WORK, MEMORY
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events
 FAILED = 2  # the host raised an exception in it
-DISTURBED = 4  # the profiler was opened or closed in it or right before it, so it took longer than usual
+DISTURBED = 4  # the profiler was prepared, opened or closed in it or right before it, so it took longer than usual
 INCOMPLETE = 8  # it has no times per event: they were not ready in time, or too many
 
 #: The CRC of a record together with its own CRC: the same for every whole record.

@@ -44,7 +44,11 @@ class Window:
 
 
 class Recorder(Protocol):
-    """Records one window at a time, on the training thread. Its methods may raise: the session contains the fault."""
+    """Records one window at a time, on the training thread. Its methods may raise: the session contains the fault.
+
+    A recorder that is slow to start may also have a method ``prepare()``. It is called at the end of a call when the
+    next call will probably be captured. ``start`` or ``discard`` follows it.
+    """
 
     def start(self, window: Window) -> None:
         """Begins recording. Called right before the first step of the window."""
@@ -56,7 +60,7 @@ class Recorder(Protocol):
         busy."""
 
     def discard(self) -> None:
-        """Ends recording and keeps nothing. A no-op when nothing is being recorded."""
+        """Ends recording and keeps nothing. A no-op when nothing is being recorded or prepared."""
 
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]

@@ -146,15 +146,16 @@ class TimelineRecorder:
         step.began = step.mark()
         return step
 
-    def end(self, step: RecordedStep, *, failed: bool) -> None:
-        """Ends the record of a call that returned, or ``failed`` with an exception of the host's."""
+    def end(self, step: RecordedStep, *, failed: bool, disturbed: bool = False) -> None:
+        """Ends the record of a call that returned, or ``failed`` with an exception of the host's. ``disturbed``: the
+        profiler is prepared right behind it."""
         step.ended = step.mark()
         entered = time.perf_counter_ns()
         step.end_ns = time.time_ns()
         if step.entered:
             self._parts.leave()
         step.memory = None if self._memory is None else self._memory()
-        step.flags |= format.FAILED if failed else 0
+        step.flags |= (format.FAILED if failed else 0) | (format.DISTURBED if disturbed else 0)
         if step.began is None or step.ended is None:  # a CUDA graph was being captured
             step.flags |= format.INCOMPLETE
         self._running = None

@@ -28,7 +28,10 @@ from megaprof.recorders import Window, emit
 from megaprof.recorders.emit import LoggedRange, names
 from megaprof.recorders.loop import Collections, measure_waits
 from megaprof.runtime.isolation import Suppressed, logger
+from megaprof.runtime.patching import Patches
 
+#: The module in which torch looks up the function that prepares Kineto. It is not public.
+_TORCH: Any = torch.autograd.profiler
 _KERNEL = b'"cat": "kernel"'
 _PIECE = 1 << 20
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
@@ -59,9 +62,13 @@ class TorchRecorder:
         self._derived = DerivedFiles(writer)
         self.kernel_summary = self._derived.kernel_summary
         self._profile: profile | None = None
+        self._prepared: profile | None = None
+        """A session in Kineto's warm-up; None if there is none, or once another session has replaced it."""
+        self._watch = Patches()  # of torch's function that prepares one
         self._recorded: tuple[str, ...] = ()  # the names of the activities
-        self._started_in = 0  # nanoseconds; 0 while it starts
+        self._started_in = 0  # nanoseconds
         self._read_waits: Callable[[int], Waited | None] | None = None
+        self._ahead = False
         self._collections = Collections()
         # Every start of a profiler asks which kind of CUDA graphs Inductor makes, and so imports this module. That
         # takes up to two seconds, so it is done here rather than in a step.
@@ -73,24 +80,67 @@ class TorchRecorder:
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         began = time.perf_counter_ns()
-        activities = _activities(self._config)
-        self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
-        recording = profile(
-            activities=activities,
-            record_shapes=self._config.record_shapes,
-            profile_memory=self._config.profile_memory,
-            with_stack=self._config.with_stack,
-            with_flops=self._config.with_flops,
-            experimental_config=_trace_only(self._config),
-        )
-        self._profile, self._started_in = recording, 0  # an exception from here on ends in `discard`
-        recording.prepare_trace()
-        cupti.prepared()
+        recording = self._taken()
+        self._ahead = recording is not None
+        if recording is None:
+            recording = self._new()
+            recording.prepare_trace()
+            cupti.prepared()
+        self._profile = recording  # an exception from here on ends in `discard`
         recording.start_trace()
         self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
         self._started_in = time.perf_counter_ns() - began
         self._read_waits = measure_waits()
+
+    def prepare(self) -> None:
+        """Puts Kineto into its warm-up. GPU tracing runs then, but Kineto drops what it traced when `start` begins to
+        record.
+
+        A separate session that is thrown away would not help. Every session starts afresh, loses some of its first
+        kernels (one more each time, pytorch/pytorch#192021), and may leave the next session without any.
+        """
+        if not torch._C._autograd._profiler_enabled():
+            self._prepared = self._new()  # first: an exception from here on ends in `discard`
+            self._warm_up(self._prepared)
+
+    def _warm_up(self, recording: profile) -> None:
+        """Prepares a session, and watches for another one.
+
+        Kineto holds one session. If other code prepares another session, this one ends without torch knowing it, and
+        to start it then would kill the process. torch does not say whether that happened. So we replace the function
+        that prepares a session.
+        """
+        recording.prepare_trace()
+        cupti.prepared()
+        self._watch.apply(_TORCH, "_prepare_profiler", self._replaced)
+
+    def _replaced(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def another(*args: Any, **options: Any) -> Any:
+            self._prepared = None
+            return prepare(*args, **options)
+
+        return another
+
+    def _taken(self) -> profile | None:
+        """Stops watching, and returns the session in warm-up, if there is one."""
+        if self._prepared is not None and not self._watch:
+            self._warm_up(self._prepared)  # the host interrupted that; an unprepared session must not be started
+        self._watch.restore()
+        recording, self._prepared = self._prepared, None
+        return recording
+
+    def _new(self) -> profile:
+        config, activities = self._config, _activities(self._config)
+        self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
+        return profile(
+            activities=activities,
+            record_shapes=config.record_shapes,
+            profile_memory=config.profile_memory,
+            with_stack=config.with_stack,
+            with_flops=config.with_flops,
+            experimental_config=_trace_only(config),
+        )
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording = self._profile
@@ -100,7 +150,7 @@ class TorchRecorder:
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         of = None if waited is None else 1000 * waited.waited
         behind = cupti.ends() if window.final and "cuda" in self._recorded else None
-        how = Profiler(self._config.activities, self._recorded, self._started_in, of, behind)
+        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of, behind)
         metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
@@ -117,7 +167,7 @@ class TorchRecorder:
                 unfinished.unlink(missing_ok=True)
             self.discard()
             raise
-        self.discard()
+        self._end()
         suffixes = [KERNELS_SUFFIX] if self._config.kernels else []
         suffixes += [STACKS_SUFFIX, DEVICE_STACKS_SUFFIX] if "stacks" in self._config.export else []
         files = {suffix: self._final(window, suffix) for suffix in suffixes}
@@ -133,17 +183,20 @@ class TorchRecorder:
             self._writer.run(derive)
 
     def discard(self) -> None:
-        """Switches Kineto off, however far its start or its stop has come."""
+        # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.
+        recording = self._taken()
+        if recording is not None and not torch._C._autograd._profiler_enabled():
+            self._profile = recording
+            recording.start_trace()
+        self._end()
+
+    def _end(self) -> None:
+        """Switches Kineto off, however far its start or its stop has come. Can be run twice."""
         recording = self._profile
         if recording is None:
             return
         emit.log = None
         self._collections.stop()
-        if not self._started_in and not torch._C._autograd._profiler_enabled():
-            # The start was broken off, perhaps in Kineto's warm-up, which keeps every kernel until a recording ends it.
-            with Suppressed(Exception):
-                recording.prepare_trace()  # to start what is not prepared would kill the process
-                recording.start_trace()
         if torch._C._autograd._profiler_enabled():
             try:
                 _stop(recording)

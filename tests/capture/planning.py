@@ -52,7 +52,7 @@ def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = No
 
     for call in calls:
         step_open = None if opened is None else opened[0]
-        _, closes, opens = agenda.begins(*call[:4], graph=call.graph, opened=step_open, demand=demand)
+        _, closes, opens, _ = agenda.begins(*call[:4], graph=call.graph, opened=step_open, demand=demand)
         if closes:
             close()
         for step, request in opens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,22 @@ from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
 from megaprof.analysis.trace.reading import Timelines, find_timelines
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload.install import Handle
 from megaprof.capture import profiler
+from megaprof.capture import session as sessions
 from megaprof.capture.agenda import Demand
 from megaprof.capture.process import process
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
-from megaprof.recorders import Window, build_recorders
+from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline_steps import BEFORE, BEHIND
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 
 @pytest.fixture(autouse=True)
-def _no_hooks_stay() -> Iterator[None]:
+def _no_gaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The gaps of a test on a busy machine are as long as they are."""
+    monkeypatch.setattr(sessions, "follows_at_once", lambda *_: True)
     yield
     for session in process.sessions.copy():
         profiler.leave(session)
@@ -81,7 +82,7 @@ def test_a_capture_keeps_the_calls_around_its_window(one_rank: Any, tmp_path: Pa
             one_rank.train_step()
         assert timed(handle) == window + 2 + BEHIND, "when nothing more is captured, nothing more is recorded"
     assert steps(tmp_path) == {
-        ("train_actor", None): around(window - BEFORE, window, window + 1),
+        ("train_actor", None): around(window - BEFORE, window - 1, window, window + 1),
     }
     (timeline_file,) = timelines(tmp_path)
     assert timeline_file.metadata[0].around_windows
@@ -101,7 +102,7 @@ def test_windows_near_each_other_share_a_stretch(drained: bool, one_rank: Any, t
             one_rank.train_step()
             if drained:
                 timeline.drain()
-    first, second = around(0, 2, 3, 4, 5), around(30 - BEFORE, 30, 31)
+    first, second = around(0, 1, 2, 3, 4, 5), around(30 - BEFORE, 29, 30, 31)
     found = steps(tmp_path)["train_actor", None]
     assert found == [*first, *(step for step in second if step not in first)]
 
@@ -129,33 +130,7 @@ def test_a_window_of_the_whole_step_keeps_every_call(one_rank: Any, tmp_path: Pa
     with install_hooks(one_rank.chunks, config, iteration=lambda: number):
         for number in range(12):  # noqa: B007 - the host's counter
             one_rank.train_step()
-    assert steps(tmp_path) == {("train_actor", None): around(0, 3, 4)}
-
-
-@pytest.mark.parametrize("target", ["train_actor", "train_overall"])
-def test_a_captured_step_begins_behind_the_start_of_the_profiler(
-    target: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So it does not contain that start, and neither does the step before: only the window, and the call right behind
-    it, are disturbed."""
-    own, started = TorchRecorder.start, []
-
-    def start(recorder: TorchRecorder, window: Window) -> None:
-        own(recorder, window)
-        started.append(time.time_ns())
-
-    monkeypatch.setattr(TorchRecorder, "start", start)
-    with install_hooks(one_rank.chunks, on(tmp_path, target, tool=("torch", "timeline"))):
-        for _ in range(7):
-            one_rank.train_step()
-    (timeline,) = timelines(tmp_path)
-    assert timeline.steps["flags"].tolist() == [0, 0, 0, DISTURBED, DISTURBED, 0, 0]
-    before, captured = timeline.steps["start_ns"][2:4].tolist()
-    assert before + 1000 * int(timeline.steps["duration"][2]) <= started[0] <= captured
-    (trace,) = map(read_trace, find_traces(tmp_path))
-    assert [each.name.label for each in trace.ranges].count("forward") == one_rank.workload.microbatches
-    assert trace.metadata.profiler is not None
-    assert trace.metadata.profiler.start_ns
+    assert steps(tmp_path) == {("train_actor", None): around(0, 2, 3, 4)}
 
 
 def test_on_demand(one_rank: Any, tmp_path: Path) -> None:
@@ -169,7 +144,7 @@ def test_on_demand(one_rank: Any, tmp_path: Path) -> None:
         for _ in range(14):
             one_rank.train_step()
         assert timed(handle) == 20, "the next request may come at any time"
-    assert steps(tmp_path) == {("train_actor", None): around(0, 7, 8, 9)}
+    assert steps(tmp_path) == {("train_actor", None): around(0, 6, 7, 8, 9)}
 
 
 def test_without_a_pipeline(one_rank: Any, tmp_path: Path) -> None:
@@ -182,7 +157,7 @@ def test_without_a_pipeline(one_rank: Any, tmp_path: Path) -> None:
             plain.begin()
             backward(forward())
             plain.end()
-    assert steps(tmp_path) == {("train_actor", None): around(0, 3, 4)}
+    assert steps(tmp_path) == {("train_actor", None): around(0, 2, 3, 4)}
 
 
 def test_a_window_that_is_lost_leaves_no_timeline(
@@ -219,7 +194,7 @@ def test_the_report_takes_lengths_from_undisturbed_steps(one_rank: Any, tmp_path
     (target,) = analyze(tmp_path).targets
     assert target.fleet is None
     assert 12 not in target.steps
-    assert 6 < len(target.steps) <= 12 + BEHIND
+    assert 6 < len(target.steps) <= 11 + BEHIND
     assert target.profiled_step_time_ms is not None
     assert target.profiled_step_time_ms.count == 1
     assert not target.profiled

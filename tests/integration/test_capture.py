@@ -271,7 +271,9 @@ def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[
             if workload.pp > 1:
                 assert 0 < fixed["p2p"] < fixed["duration"]
             assert fixed["own"] > 0
-            assert fixed["flags"] == (format.DISTURBED if position in disturbed else 0)
+            assert fixed["flags"] in ((format.DISTURBED,) if position in disturbed else (0, format.DISTURBED))
+            if not {position, position + 1} & disturbed:  # the profiler may be prepared behind the call before
+                assert fixed["flags"] == 0
         # Steps of one kind have one shape, and an evaluation runs as a log-prob pass does.
         assert len(timeline.shapes) == 2
 

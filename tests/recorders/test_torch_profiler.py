@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megaprof.formats.names import TRACE_SUFFIX, artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders import Window, emit
 from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder, add_ranges
+from tests import programs
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
 STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
@@ -166,14 +168,14 @@ def work(name: str) -> None:
         Net()(torch.randn(4, 8)).sum().backward()
 
 
-def test_each_window_holds_what_follows_its_start(tmp_path: Path) -> None:
-    """Between windows, the host may run a profiler of its own."""
+def test_a_prepared_window_holds_what_follows_its_start(tmp_path: Path) -> None:
     writer = Writer()
     recorder = TorchRecorder(config(tmp_path), writer)
-    for _ in range(2):
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
-            work("theirs")
-        assert [e.name for e in other.events()].count("theirs") == 1
+    for prepared in (True, False, True):
+        if prepared:
+            recorder.prepare()
+            assert list(tmp_path.iterdir()) == []
+        work("before")
         recorder.start(WINDOW)
         work("inside")
         recorder.stop(WINDOW, {"device": "cpu"})
@@ -181,16 +183,20 @@ def test_each_window_holds_what_follows_its_start(tmp_path: Path) -> None:
         loaded = trace(tmp_path)
         assert ranges_in(loaded) == ["inside"]
         how = loaded["megaprof"]["profiler"]
-        assert (how["asked"], how["recorded"]) == (["cpu", "cuda"], ["cpu"])
+        assert (how["asked"], how["recorded"], how["prepared"]) == (["cpu", "cuda"], ["cpu"], prepared)
         assert how["waited_ns"] >= 0
         assert how["start_ns"] > 0
         for path in tmp_path.iterdir():
             path.unlink()
 
 
-def test_garbage_collections_of_old_objects_are_ranges(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_garbage_collections_of_old_objects_are_ranges(prepared: bool, tmp_path: Path) -> None:
     writer, before = Writer(), gc.callbacks.copy()
     recorder = TorchRecorder(config(tmp_path), writer)
+    if prepared:
+        recorder.prepare()
+        gc.collect()
     recorder.start(WINDOW)
     with torch.profiler.record_function("around"):
         gc.collect()
@@ -209,8 +215,46 @@ def test_garbage_collections_of_old_objects_are_ranges(tmp_path: Path) -> None:
     assert 0 < collected["dur"] <= around["dur"] + 1000
 
 
+@pytest.mark.parametrize("theirs", ["inside", "open", "prepared"])
+def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_path: Path) -> None:
+    """Starting ours would crash the process then: Kineto has one session, and torch does not say whose it is."""
+    script = f"""
+        import torch
+        from pathlib import Path
+        from tests.recorders.test_torch_profiler import *
+        from torch.profiler import profile
+        writer = Writer()
+        recorder = TorchRecorder(config(Path({str(tmp_path)!r})), writer)
+        recorder.prepare()
+        other = profile(activities=[ProfilerActivity.CPU])
+        if {theirs!r} == "prepared":
+            other.prepare_trace()
+        else:
+            other.start()
+            work("theirs")
+        if {theirs!r} == "inside":
+            other.stop()
+            recorder.start(WINDOW)
+            work("inside")
+            recorder.stop(WINDOW, {{}})
+            assert writer.close(60)
+            assert not trace(Path({str(tmp_path)!r}))["megaprof"]["profiler"]["prepared"]
+            assert ranges_in(trace(Path({str(tmp_path)!r}))) == ["inside"]
+        else:
+            recorder.discard()
+            if {theirs!r} == "prepared":
+                other.start_trace()
+                work("theirs")
+            other.stop()
+        assert [e.name for e in other.events()].count("theirs") == 1
+        assert torch.autograd.profiler._prepare_profiler is torch._C._autograd._prepare_profiler
+    """
+    ran = programs.run(textwrap.dedent(script))
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_start_that_the_host_breaks_off_is_ended(
+def test_a_preparation_that_the_host_breaks_off_is_ended(
     reached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a time-out of the host's does that is raised in the middle of it."""
@@ -226,11 +270,22 @@ def test_a_start_that_the_host_breaks_off_is_ended(
     monkeypatch.setattr(torch.profiler.profile, "prepare_trace", broken_off)
     recorder = TorchRecorder(config(tmp_path), Writer())
     with pytest.raises(KeyboardInterrupt):
-        recorder.start(WINDOW)
+        recorder.prepare()
     recorder.discard()
-    recorder.discard()
-    assert len(calls) == 2
     assert not torch._C._autograd._profiler_enabled()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
+        work("theirs")
+    assert [e.name for e in other.events()].count("theirs") == 1
+
+
+def test_a_prepared_window_that_is_not_wanted_leaves_nothing(tmp_path: Path) -> None:
+    recorder = TorchRecorder(config(tmp_path), Writer())
+    for _ in range(2):
+        recorder.prepare()
+        recorder.discard()
+        recorder.discard()
+        assert not torch._C._autograd._profiler_enabled()
+    assert list(tmp_path.iterdir()) == []
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
         work("theirs")
     assert [e.name for e in other.events()].count("theirs") == 1
