@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 import tempfile
 from pathlib import Path
@@ -42,10 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     os.scandir(arguments.dir).close()  # an unreadable directory is reported here, not on every page
     if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
         raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
-    from megaprof.ui.guard import token_of
     from megaprof.ui.server import app, listen, serve
 
-    token = token_of(arguments.dir)
+    token = secrets.token_urlsafe(24)
     try:
         listener = listen(arguments.port, PORT)
     except OSError as fault:

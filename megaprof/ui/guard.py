@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import secrets
-from contextlib import suppress
-from pathlib import Path
 
 from starlette.middleware.base import DispatchFunction, RequestResponseEndpoint
 from starlette.requests import Request
@@ -39,8 +35,6 @@ _ENTER = (
     '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=./">'
     '<title>megaprof</title><p><a href="./">megaprof</a></p></html>'
 )
-_KEY_BYTES = 32
-_LEAST_KEY = 16
 
 
 def guard(token: str) -> DispatchFunction:
@@ -75,33 +69,6 @@ def guard(token: str) -> DispatchFunction:
         return response
 
     return dispatch
-
-
-def token_of(directory: Path) -> str:
-    """Returns the token of a directory's pages. It is derived from a key in a file that only this user can read, so it
-    stays the same after a restart, and open pages keep working. Without such a file, it is new each time."""
-    key = _key()
-    if key is None:
-        return secrets.token_urlsafe(24)
-    return hmac.new(key, os.fsencode(directory.resolve()), "sha256").hexdigest()[:48]
-
-
-def _key() -> bytes | None:
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    path = Path(home) / "megaprof" / "ui.key"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(FileExistsError):
-            written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(written, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            stat = os.fstat(file.fileno())
-            key = file.read(_KEY_BYTES)
-    except OSError:
-        return None
-    private = stat.st_uid == os.getuid() and not stat.st_mode & 0o077
-    return key if private and len(key) >= _LEAST_KEY else None
 
 
 def _same(given: str, wanted: str) -> bool:

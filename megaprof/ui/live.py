@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
@@ -128,15 +129,10 @@ class LiveJob:
 
     async def capture(self, target: str, steps: int, select: str) -> None:
         """Requests a capture, and returns as soon as the request is written. Raises NoJob and Refused."""
-        requester = await run_in_threadpool(self._ask, target, steps, select)
+        ask = partial(requester_for, self._directory, target, role=self._role, steps=steps, select=select)
+        requester = await run_in_threadpool(ask, by="megaprof ui")
+        await run_in_threadpool(requester.submit)
         self._capturing = asyncio.create_task(self._carry(requester))
-
-    def _ask(self, target: str, steps: int, select: str) -> Requester:
-        requester = requester_for(
-            self._directory, target, role=self._role, steps=steps, select=select, by="megaprof ui"
-        )
-        requester.submit()
-        return requester
 
     async def _carry(self, requester: Requester) -> None:
         what = requester.request.target

@@ -40,12 +40,7 @@ def start(directory: Path, *options: str, **environment: str) -> subprocess.Pope
         [sys.executable, "-m", "megaprof", "ui", str(directory), "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "XDG_STATE_HOME": str(directory / "state"),
-            **environment,
-        },
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **environment},
         text=True,
         start_new_session=True,
     )

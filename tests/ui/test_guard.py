@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from megaprof.ui.guard import token_of
 from megaprof.ui.server import app
 from tests.ui.pages import HERE, TOKEN, browsing
 
@@ -103,30 +100,3 @@ def test_every_answer_says_what_pages_may_do(tmp_path: Path) -> None:
             assert headers["referrer-policy"] == "same-origin"
             assert headers["cache-control"] == "no-store"
             assert "access-control-allow-origin" not in headers
-
-
-def test_the_token_is_the_same_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    token = token_of(tmp_path)
-    key = tmp_path / "state" / "megaprof" / "ui.key"
-    assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    assert token_of(tmp_path) == token
-    assert token_of(tmp_path / "other") != token
-    assert len(token) >= 32
-
-
-def test_a_key_that_others_may_know_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    token_of(tmp_path)
-    key = tmp_path / "state" / "megaprof" / "ui.key"
-    key.chmod(0o644)
-    assert token_of(tmp_path) != token_of(tmp_path)
-    key.unlink()
-    os.symlink("/etc/hostname", key)
-    assert token_of(tmp_path) != token_of(tmp_path)
-
-
-def test_without_a_place_for_the_key_each_start_has_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert token_of(tmp_path) != token_of(tmp_path)

@@ -118,11 +118,6 @@ class TargetSide:
     """Warnings of the capture's report."""
 
 
-def same_layers(before: dict[str, int] | None, after: dict[str, int] | None) -> bool:
-    """Returns whether two models have the same layers. True if a capture does not say which it has."""
-    return before is None or after is None or before == after
-
-
 @dataclass(frozen=True)
 class TargetDiff:
     """One target and role that both captures have."""
@@ -168,7 +163,8 @@ class TargetDiff:
     @property
     def same_model(self) -> bool:
         """Returns whether the models have the same layers, as far as the captures say."""
-        return same_layers(self.before.layers, self.after.layers)
+        before, after = self.before.layers, self.after.layers
+        return None in (before, after) or before == after
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -221,7 +217,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     new = {stage.pp: stage for stage in after.stages}
     alike = before.microbatches is not None and before.microbatches == after.microbatches
     sides = _target_side(before, after), _target_side(after, before)
-    one_model = same_layers(sides[0].layers, sides[1].layers)
+    one_model = None in (sides[0].layers, sides[1].layers) or sides[0].layers == sides[1].layers
     layer = _layer(before, after) if one_model else None
     predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
     return TargetDiff(
@@ -355,21 +351,13 @@ def _difference(
     if before is None or after is None or not one_model:
         return Difference(before.mean if before else None, after.mean if after else None, None, None)
     fraction = after.mean / before.mean - 1 if before.mean else None
-    more = _grown([before], [after])
-    if more is None and old and new:
-        more = _grown(old, new)
-    if more is None:
-        return Difference(before.mean, after.mean, fraction, None)
-    low, high = (None, None) if fraction is None else (more.low / before.mean, more.high / before.mean)
-    return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
-
-
-def _grown(before: Sequence[Spread], after: Sequence[Spread]) -> Interval | None:
-    """Returns the difference of two sums of means; None if one of the means has too few samples."""
-    if any(spread.count < FEWEST for spread in (*before, *after)):
-        return None
-    old, new = (_total(Interval.of(spread.mean, spread.error) for spread in spreads) for spreads in (before, after))
-    return new + old * -1.0
+    for samples in ([before], [after]), (old, new):
+        if all(spreads and min(spread.count for spread in spreads) >= FEWEST for spreads in samples):
+            earlier, later = (_total(Interval.of(each.mean, each.error) for each in spreads) for spreads in samples)
+            more = later + earlier * -1.0
+            low, high = (None, None) if fraction is None else (more.low / before.mean, more.high / before.mean)
+            return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
+    return Difference(before.mean, after.mean, fraction, None)
 
 
 def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:

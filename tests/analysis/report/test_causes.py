@@ -259,12 +259,10 @@ def test_an_excess_of_a_stage_is_no_embedding_if_nobody_says_what_it_holds() -> 
     assert "9.00 ms" in said.text
 
 
-def test_more_steps_are_asked_for_with_what_they_would_show() -> None:
+def test_as_many_more_steps_are_asked_for_as_every_open_question_needs() -> None:
     few = cause("communication", group="dp", price=Interval(9.0, -2.0, 20.0), more_steps=6)
     (told,) = filter(None, [causes.capture_advice(MEASURED, diagnosis(perhaps=(few,)), WhatIf(more_steps=9), None)])
-    assert told.text.startswith(
-        "To find out what exposed dp communication may cost and which layout is faster, capture"
-    )
+    assert told.text.startswith("To be more certain, capture 11 steps instead of 2")
 
 
 def test_what_nobody_can_name_is_said_where_it_is_much() -> None:

@@ -12,7 +12,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import costs_only_there, evidence, name_of
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
-from megaprof.analysis.report.text.words import both, capital, counted, milliseconds, number, percent, steps
+from megaprof.analysis.report.text.words import capital, counted, milliseconds, number, percent, steps
 from megaprof.analysis.samples import mean_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job import Standstill
@@ -155,32 +155,24 @@ def _first_to_fix(diagnosis: Diagnosis) -> list[Cause]:
 
 def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
     """Returns how many more steps would show what to do first: which cause costs most, and which layout is faster."""
-    return max((steps for _, steps in _open(diagnosis, predicted)), default=0)
-
-
-def _open(diagnosis: Diagnosis, predicted: WhatIf) -> list[tuple[str, int]]:
-    """Returns the open questions, worded to follow "to find out", each with the number of steps that it takes."""
-    questions = [(f"what {name_of(cause)} may cost", cause.more_steps) for cause in _first_to_fix(diagnosis)]
-    questions.append(("which layout is faster", predicted.more_steps))
-    return [question for question in questions if question[1] > 0]
+    return max(predicted.more_steps, *(cause.more_steps for cause in _first_to_fix(diagnosis)), 0)
 
 
 def capture_advice(
     measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None
 ) -> Finding | None:
-    """Returns how to capture enough steps to answer the open questions; None if more steps would show nothing.
+    """Returns how to capture enough steps to answer what is open; None if more steps would show nothing.
 
     ``job``: the directory in which the running job can be asked for a capture. None: the answer is an option for the
     start of a job.
     """
-    if diagnosis is None or not measured.steps or not (questions := _open(diagnosis, predicted)):
+    if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
         return None
-    wanted = diagnosis.steps + max(steps for _, steps in questions)
+    wanted = diagnosis.steps + more
     # Fewer than three steps do not show whether the first one was still warming up.
     begin = measured.steps[0] if len(measured.steps) > 2 else measured.steps[-1] + 1
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    why = both([question for question, _ in questions])
-    text = f"To find out {why}, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
+    text = f"To be more certain, capture {counted(wanted, 'step')} instead of {diagnosis.steps}"
     if job is None:
         return Finding("capture", "open", f"{text}, with this option of the job:", command)
     return Finding("capture", "open", f"{text} while the job runs:", trigger(job, measured.target, steps=wanted))
