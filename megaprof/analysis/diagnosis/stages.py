@@ -19,8 +19,8 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.table.table import DATA, Floats, Table
 from megaprof.analysis.table.traced import Job
-from megaprof.analysis.trace.groups import INSIDE, parallel_of
-from megaprof.analysis.trace.steps import GROUPS, WHOLE_STEP, Passes, TracedStep, grouped
+from megaprof.analysis.trace.groups import GROUPS, INSIDE, parallel_of
+from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep, grouped
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.ranges import PASSES
 from megaprof.parallel.peers import began

@@ -30,7 +30,7 @@ from megaprof.analysis.report.text.words import (
 )
 from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.table.iterations import OF_RL, STEP, Iterations
-from megaprof.analysis.trace.steps import GROUPS
+from megaprof.analysis.trace.groups import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))

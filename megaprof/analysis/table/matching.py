@@ -73,7 +73,7 @@ def ends_of(metadata: Metadata, steps: Sequence[TracedStep]) -> Ends:
     """
     if metadata.sizes.pp == 1:
         return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
-    kernels = any(step.kernels.labels for step in steps)
+    kernels = any(step.kernels for step in steps)
     settings = metadata.p2p or {}
     blocking = settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")
     if any(step.has_kernels for step in steps) and not kernels and not blocking:
@@ -108,12 +108,12 @@ def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
     exchanges = step.kernels if ends.kernels else step.exchanges
     # An overlapped exchange returns at once: it sends when it is posted, and its inputs have arrived when the wait for
     # it ends.
-    waits = {label for label in exchanges.labels if label.startswith(ranges.WAIT)}
-    sending = {label for label in exchanges.labels if SENDS[kind] in ranges.transfers(label)} - waits
-    receiving = {label for label in exchanges.labels if RECEIVES[kind] in ranges.transfers(label)} - {ranges.WAIT_ANY}
+    waits = {label for label in exchanges if label.startswith(ranges.WAIT)}
+    sending = {label for label in exchanges if SENDS[kind] in ranges.transfers(label)} - waits
+    receiving = {label for label in exchanges if RECEIVES[kind] in ranges.transfers(label)} - {ranges.WAIT_ANY}
     receiving = receiving & waits if overlapped else receiving
     sends, receives = (
-        exchanges.times[np.array([label in wanted for label in exchanges.labels], dtype=np.bool_)]
+        np.concatenate((np.empty((0, 4), np.int64), *(times for label, times in exchanges.items() if label in wanted)))
         for wanted in (sending, receiving)
     )
     sends, receives = sends[np.argsort(sends[:, 0], kind="stable")], receives[np.argsort(receives[:, 1], kind="stable")]
@@ -150,7 +150,7 @@ def meetings(table: Table, steps: Sequence[TracedStep]) -> Floats:
     end in ``steps``."""
     found = np.full((2, *table.offset_ns.shape), np.nan)
     places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
-    by_call = grouped((step for step in steps if step.rank in places and step.kernels.labels), lambda step: step.key)
+    by_call = grouped((step for step in steps if step.rank in places and step.kernels), lambda step: step.key)
     for t, call in enumerate(zip(table.steps.tolist(), table.calls.tolist(), strict=True)):
         by_rank = {step.rank: step for step in by_call.get(call, ())}
         offset = {rank: int(table.offset_ns[(t, *places[rank])]) for rank in by_rank}
@@ -164,7 +164,7 @@ def meetings(table: Table, steps: Sequence[TracedStep]) -> Floats:
             by_receive[receive] = max(by_receive.get(receive, receive[0]), send[0] + offset[sender] - offset[receiver])
         for rank, step in by_rank.items():
             arrived_ns = later_end_ns[rank]
-            if len(arrived_ns) >= (1 - _UNMATCHED) * len(step.kernels.labels):
+            if len(arrived_ns) >= (1 - _UNMATCHED) * sum(map(len, step.kernels.values())):
                 moving = union(intervals((min(arrival_ns, end), end) for (_, end), arrival_ns in arrived_ns.items()))
                 transfer_ns = total(intersection(step.pipeline, moving))
                 found[(slice(None), t, *places[rank])] = transfer_ns, total(step.pipeline) - transfer_ns

@@ -21,11 +21,12 @@ from megaprof.analysis.notes import PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import cells_of, forward_share, place_of, schedule_of, tabulate, warming_up
+from megaprof.analysis.trace.columns import Numbers
 from megaprof.analysis.trace.gpu import Peak, combined_peak
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
-from megaprof.analysis.trace.steps import ModuleKey, Numbers, grouped, ids_of
+from megaprof.analysis.trace.steps import ModuleKey, grouped, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import Modules, unpack_collections, unpack_data, unpack_json, unpack_work

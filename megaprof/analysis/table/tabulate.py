@@ -17,8 +17,9 @@ from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.clocks import one_clock
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.trace.columns import Numbers
 from megaprof.analysis.trace.gpu import combined_peak
-from megaprof.analysis.trace.steps import ModuleKey, Numbers, TracedStep, grouped
+from megaprof.analysis.trace.steps import ModuleKey, TracedStep, grouped
 from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule

@@ -182,7 +182,7 @@ def _explain(step: TracedStep, job: Job) -> None:
         job.warn(Note("passes_unknown", said=LAUNCHES_UNKNOWN), pp, block=True)
     if step.target == WHOLE_STEP:
         job.warn(Note("whole_step"), block=True)
-    if step.combined:
+    if (step.passes.kind == 2).any():
         job.warn(Note("passes_unknown", said="they ran combined, so only their sum, compute, is known"), pp)
     for reason in step.reasons:
         job.warn(reason, pp)
@@ -213,7 +213,7 @@ def _table(job: Job) -> Table:
     by_schedule = grouped(whole, lambda step: (step.metadata.schedule, step.metadata.microbatches, step.forward_only))
     alike = max(by_schedule.values(), key=len)
     steps = sorted(alike, key=lambda step: step.key)
-    metadata, combined = steps[0].metadata, any(step.combined for step in steps)
+    metadata, combined = steps[0].metadata, any((step.passes.kind == 2).any() for step in steps)
     schedule = schedule_of(metadata, steps[0].forward_only, combined=combined)
     origin = min(step.host[0] for step in steps)
     ranks = [_rank(of_rank, schedule, origin) for of_rank in grouped(steps, lambda step: step.rank).values()]

@@ -16,6 +16,8 @@ import msgspec
 #: Megatron's. ``unknown``: communication in a group that nothing names.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other", "unknown")
 AXES = USES[1:-2]
+#: What is listed separately in the report's ``exposed_ms``, in its order.
+GROUPS = (*AXES, "unknown")
 #: Axes whose ranks wait for each other inside a pass.
 INSIDE = ("tp", "ep", "cp")
 COMPUTE, PP, OTHER, UNKNOWN = (USES.index(use) for use in ("compute", "pp", "other", "unknown"))

@@ -100,13 +100,19 @@ def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.b
     return result
 
 
-def union_by(owners: npt.NDArray[np.int64], spans: Intervals) -> tuple[npt.NDArray[np.int64], Intervals]:
-    """Returns the `union` of each owner's intervals, as owners (>= 0, one per interval, in order) and intervals."""
-    keep = spans[:, 1] > spans[:, 0]
+def busy(
+    owners: npt.NDArray[np.int64], spans: Intervals, count: int, hidden_by: Intervals | None = None
+) -> npt.NDArray[np.int64]:
+    """Returns for how many nanoseconds at least one of the intervals of each owner ran and nothing in the disjoint set
+    ``hidden_by`` did; shape ``[count]``. ``owners``: whose each of ``spans`` is; below 0: nobody's."""
+    keep = (owners >= 0) & (spans[:, 1] > spans[:, 0])
     owners, spans = owners[keep], spans[keep]
-    if not len(spans):
-        return owners, spans
     # Uses ranks instead of times, so that the owners fit one after the other into int64.
     points, ranks = np.unique(spans, return_inverse=True)
     laid_out = union(ranks.reshape(-1, 2) + (owners * len(points))[:, None])
-    return laid_out[:, 0] // len(points), points[laid_out - (laid_out[:, :1] // len(points)) * len(points)]
+    owners = laid_out[:, 0] // max(len(points), 1)
+    spans = points[laid_out - (owners * len(points))[:, None]]
+    hidden = 0 if hidden_by is None else covered(hidden_by, spans)
+    busy_ns = np.zeros(count, dtype=np.int64)
+    np.add.at(busy_ns, owners, spans[:, 1] - spans[:, 0] - hidden)
+    return busy_ns

@@ -379,7 +379,7 @@ class NsysFile:
                 ranges=tuple(within(traced, outermost[0].start, outermost[-1].end)),
                 gpu=window_gpu if has_kernels else None,
                 unseen=without_times(window_gpu) if has_kernels else why_none,
-                knows_collectives=has_kernels,
+                collectives=() if has_kernels else None,
                 part=Part(pid, begin, end),
                 base=events.base,
             )

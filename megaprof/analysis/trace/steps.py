@@ -1,8 +1,7 @@
 """Turns a trace into steps: the columns of their passes and exchanges, and where the rest of each step went.
 
 On a GPU, activities belong to passes by the time of their launch. A launch while a microbatch's range is open belongs
-to that microbatch, whichever thread it is on. For example, the range of a backward is on the main thread, and its
-launches come from autograd's thread.
+to that microbatch, whichever thread it is on.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
+from megaprof.analysis.trace.columns import Numbers
 from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, Peak, memory_of, without_some
 from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
+    busy,
     covered,
     difference,
     intersection,
@@ -28,22 +28,14 @@ from megaprof.analysis.trace.intervals import (
     owners,
     total,
     union,
-    union_by,
 )
 from megaprof.analysis.trace.traces import Trace, TracedRange, times_of, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import Pass
 
-#: The groups whose communication is listed separately, in the order of the report's ``exposed_ms``. ``unknown`` is
-#: communication whose group the recording does not show.
-GROUPS = (*AXES, "unknown")
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
-_NO_GROUP = "kernels or copies name no process group; `--profile-activities cpu cuda` records it for NCCL"
-
-#: Targets that have no backward, for files that do not say so.
-FORWARD_ONLY = ("train_log_probs", "evaluate")
 #: The axes that may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp for other operations.
 #: Megatron's tensor and data parallelism have no all-to-all: it dispatches tokens (ep) and exchanges heads (cp).
 _USERS = {"all_to_all": ("ep", "cp")}
@@ -51,7 +43,6 @@ _ANY_USER = ("tp", "ep", "cp", "dp")
 #: Communication that a pass has to wait for. Gradients are reduced while passes run, and exchanges are between passes.
 _OF_PASSES = [USES.index(group) for group in INSIDE]
 
-Numbers = npt.NDArray[np.int64]
 _Rows = npt.NDArray[np.bool_]
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -94,18 +85,11 @@ class Passes(NamedTuple):
     """Collectives while nothing computed, by `groups.USES` except the pipeline's."""
 
 
-class Exchanges(NamedTuple):
-    """Exchanges with neighbouring stages, one row for each."""
-
-    labels: tuple[str, ...]
-    """Megatron's operation, or the wait for an overlapped one (`megaprof.formats.ranges`)."""
-    times: Numbers
-    """[exchange, 4]: when the host reached it (if it is a kernel, launched it) and when the host went on; then when it
-    began and ended, on the GPU if it is a kernel."""
-
-
+Exchanges = Mapping[str, Numbers]
+"""Exchanges with neighbouring stages by Megatron's operation, or the wait for an overlapped one
+(`megaprof.formats.ranges`), [exchange, 4]: when the host reached it (if it is a kernel, launched it) and when the host
+went on; then when it began and ended, on the GPU if it is a kernel."""
 _NO_TIME = intervals(())
-_NO_EXCHANGES = Exchanges((), np.zeros((0, 4), dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ class TracedStep:
     has_kernels: bool
     on_gpu: bool = False
     """True if it is known what the GPU did for it."""
-    kernels: Exchanges = _NO_EXCHANGES
+    kernels: Exchanges = field(default_factory=dict)
     """Its exchanges as kernels of the pipeline's group."""
     pipeline: Intervals = field(default_factory=_NO_TIME.copy)
     """When the pipeline's group communicated between passes and nothing computed; disjoint."""
@@ -149,8 +133,7 @@ class TracedStep:
     incomplete: Note | None = None
     """Why a part of the step is missing; None if nothing is."""
     unseen: Note | None = None
-    """Why its kernels are missing in the trace, so that it has no passes, exchanges and sums; None if none are
-    missing."""
+    """Why its kernels are missing, so that it has no passes, exchanges and sums; None if none are."""
     reasons: tuple[Note, ...] = ()
     """Why some of its numbers are unknown."""
 
@@ -167,17 +150,12 @@ class TracedStep:
         return self.metadata.coords.pp
 
     @property
-    def combined(self) -> bool:
-        """True if a forward and a backward ran as one in it."""
-        return bool((self.passes.kind == 2).any())
-
-    @property
     def forward_only(self) -> bool:
         if self.target == WHOLE_STEP:  # its metadata are those of the first call inside
             return not self.passes.kind.any()
         if self.target == self.metadata.target:
             return self.metadata.forward_only
-        return self.target in FORWARD_ONLY
+        return self.target in ("train_log_probs", "evaluate")  # a call of another target inside the window
 
     @property
     def laid_out(self) -> list[Pass[int]]:
@@ -187,10 +165,9 @@ class TracedStep:
         for kind, ids, span in zip(passes.kind.tolist(), passes.ids.tolist(), passes.spans.tolist(), strict=True):
             chunk, microbatch = (None if number < 0 else number for number in ids[:2])
             boxes.append(Pass(ranges.PASSES[kind], stage, chunk, microbatch, span[0], span[1], rank))
-        exchanges = self.kernels if self.on_gpu else self.exchanges
-        others = [*zip(exchanges.labels, exchanges.times[:, 2:].tolist(), strict=True)]
-        others += [] if self.on_gpu else [(ranges.FINALIZE_GRADS, span) for span in self.finalize.tolist()]
-        boxes += [Pass(label, stage, None, None, start, end, rank) for label, (start, end) in others]
+        others = self.kernels if self.on_gpu else {**self.exchanges, ranges.FINALIZE_GRADS: self.finalize}
+        for label, times in others.items():
+            boxes += [Pass(label, stage, None, None, start, end, rank) for start, end in times[:, -2:].tolist()]
         return sorted(boxes, key=lambda box: (box.start, -box.end))
 
 
@@ -203,9 +180,9 @@ def steps_of(trace: Trace) -> list[TracedStep]:
         if (number := outer.name.fields.get("step")) is None:
             continue
         target = outer.name.label
-        enclosing = [traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end]
-        innermost = max(enclosing, key=lambda traced: (traced.start, -traced.end), default=None)
-        role = trace.metadata.role if innermost is None else innermost.name.role
+        around = (traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end)
+        innermost = max(around, key=lambda traced: (traced.start, -traced.end), default=outer)
+        role = innermost.name.role or trace.metadata.role
         steps.append(_step(trace, outer, role, number, counts[target, number]))
         counts[target, number] += 1
     return steps
@@ -225,13 +202,11 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
     unseen = trace.unseen or without_some(trace.launches, *extent)
     inner = within(trace.ranges, *extent) if unseen is None else []
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
-    exchanges = [traced for traced in inner if traced.name.is_p2p]
     spans = times_of(passes)
     took = spans[:, 1] - spans[:, 0]
-    collecting, loading, finalize = (
-        union(times_of([traced for traced in inner if traced.name.label == label]))
-        for label in (ranges.GARBAGE, ranges.DATA_WAIT, ranges.FINALIZE_GRADS)
-    )
+    labels = ranges.GARBAGE, ranges.DATA_WAIT, ranges.FINALIZE_GRADS
+    by_label = grouped(inner, lambda traced: traced.name.label)
+    collecting, loading, finalize = (union(times_of(by_label.get(label, ()))) for label in labels)
     step = TracedStep(
         target=outer.name.label,
         role=role,
@@ -254,19 +229,20 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
             data=covered(loading, spans) if len(loading) else None,
             exposed={},
         ),
-        exchanges=Exchanges(tuple(traced.name.label for traced in exchanges), np.tile(times_of(exchanges), 2)),
+        exchanges={label: np.tile(times_of(of), 2) for label, of in by_label.items() if of[0].name.is_p2p},
         finalize=finalize,
         has_kernels=trace.gpu is not None or unseen is not None,
+        spent=dict.fromkeys((*_ANY_USER, "unknown"), 0.0 if unseen is None else np.nan),
         memory=memory_of(trace.memory, *extent),
+        incomplete=unseen,
+        unseen=unseen,
     )
     if unseen is not None:
-        unknown = dict.fromkeys((*_ANY_USER, "unknown"), np.nan)
-        return replace(step, spent=unknown, incomplete=unseen, unseen=unseen)
+        return step
     replayed = any(traced.replayed for traced in passes)
     measured = None if trace.gpu is None else _with_gpu(step, trace.gpu, collecting, loading, replayed=replayed)
     step = measured or _with_collectives(step, trace)
-    begin, end = step.extent
-    if step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (end - begin):
+    if step.on_gpu and step.passes.compute.sum() > (1 + MOST_UNSEEN) * (step.extent[1] - step.extent[0]):
         impossible = Note("times_impossible", said="its passes computed longer than the step took")
         return _step(replace(trace, unseen=impossible), outer, role, number, index)
     incomplete = Note("incomplete", said=trace.cut) if trace.cut else _incomplete(step)
@@ -294,8 +270,8 @@ def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[Mod
         recomputed = np.append(passes.kind, -1)[pass_of] == 1  # the last one: in no pass
         lengths_ns = spans[:, 1] - spans[:, 0]
         if trace.gpu is not None:
-            owner = owners(trace.gpu.launched, spans)
-            lengths_ns = _per_owner(owner, trace.gpu.known & (trace.gpu.use == COMPUTE), trace.gpu.spans, len(spans))
+            computes = trace.gpu.known & (trace.gpu.use == COMPUTE)
+            lengths_ns = busy(np.where(computes, owners(trace.gpu.launched, spans), -1), trace.gpu.spans, len(spans))
         for traced, again, ns in zip(opened, recomputed.tolist(), lengths_ns.tolist(), strict=True):
             kind = ranges.BACKWARD if traced.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
             key = ModuleKey(traced.name.module or "", traced.name.fields.get("n"), traced.name.fields.get("mtp"), kind)
@@ -304,20 +280,18 @@ def _modules(inner: list[TracedRange], passes: Passes, trace: Trace) -> dict[Mod
 
 
 def _incomplete(step: TracedStep) -> Note | None:
-    metadata, passes = step.metadata, step.passes
+    metadata, kind = step.metadata, step.passes.kind
     if step.target != metadata.target or step.target == WHOLE_STEP:
         return None  # the metadata count the microbatches of another call
     if metadata.truncated and step.step >= metadata.steps[1]:  # earlier steps of the window had ended
-        said = f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
-        return Note("incomplete", said=said)
-    if metadata.microbatches is None or not metadata.chunks or not len(passes.kind):
-        return None
-    expected = metadata.microbatches * len(metadata.chunks)
-    forwards, backwards, combined = np.bincount(passes.kind, minlength=3).tolist()
-    for kind, alone in ((ranges.FORWARD, forwards), (ranges.BACKWARD, backwards)):
-        if alone + combined != expected and not (kind == ranges.BACKWARD and metadata.forward_only):
-            said = f"it holds {alone + combined} {kind} ranges instead of {expected}"
-            return Note("incomplete", names=(kind,), count=alone + combined, of=expected, said=said)
+        why = metadata.truncated_reason or "no reason given"
+        return Note("incomplete", said=f"the window was closed early ({why})")
+    expected = (metadata.microbatches or 0) * len(metadata.chunks)
+    for number, label in enumerate(ranges.PASSES[: 1 if metadata.forward_only else 2]):
+        count = int(np.isin(kind, (number, 2)).sum())  # a combined pass is a forward and a backward
+        if expected and len(kind) and count != expected:
+            said = f"it holds {count} {label} ranges instead of {expected}"
+            return Note("incomplete", names=(label,), count=count, of=expected, said=said)
     return None
 
 
@@ -327,10 +301,11 @@ def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
     gloo's events do not name their group, so it is found by elimination; if several are possible, it is ``unknown``. If
     no possible group has more than one rank, the collective is not communication.
     """
-    sizes, passes = trace.metadata.sizes, step.passes
-    times = intervals((start, end) for _, start, end in trace.collectives)
-    in_passes = covered(union(passes.host), times) > 0
-    operations, times = [*compress((name for name, *_ in trace.collectives), in_passes)], times[in_passes]
+    sizes, passes, spent = trace.metadata.sizes, step.passes, dict(step.spent)
+    collectives = trace.collectives or ()
+    times = intervals((start, end) for _, start, end in collectives)
+    in_passes = np.flatnonzero(covered(union(passes.host), times)).tolist()
+    operations, times = [collectives[row][0] for row in in_passes], times[in_passes]
     # If microbatches all issued equally many on every chunk, none is data-parallel, which exchanges once per step.
     edges = np.searchsorted(times[:, 0], passes.host)
     issued = np.column_stack((passes.kind, passes.ids[:, 0], edges[:, 1] - edges[:, 0])).tolist()
@@ -338,8 +313,7 @@ def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
     even = all(len(rows) > 1 and len({count for *_, count in rows}) == 1 for rows in by_chunk)
 
     def users_of(row: int) -> tuple[str, ...]:
-        possible = _USERS.get(operations[row], _ANY_USER)
-        present = [group for group in possible if getattr(sizes, group) > 1]
+        present = parallel_of(_USERS.get(operations[row], _ANY_USER), sizes)
         # FSDP gathers parameters in every microbatch, but nothing reduces gradients there. Megatron's loss calls an
         # all-reduce even if its tensor-parallel group is a single rank.
         if even and "dp" in present and (len(present) > 1 or operations[row] == "all_reduce"):
@@ -348,12 +322,11 @@ def _with_collectives(step: TracedStep, trace: Trace) -> TracedStep:
 
     exposed: dict[str, Numbers] = {}
     reasons, hidden = [PP_UNKNOWN] if sizes.pp > 1 else [], trace.compute
-    spent: dict[str, float] = dict.fromkeys((*_ANY_USER, "unknown"), 0.0)
-    axes = parallel_of(_ANY_USER if trace.knows_collectives else INSIDE, sizes)
-    if trace.gpu is not None or (axes and not trace.knows_collectives):
+    axes = parallel_of(INSIDE if trace.collectives is None else _ANY_USER, sizes)
+    if trace.gpu is not None or (axes and trace.collectives is None):
         spent.update(dict.fromkeys((*axes, "unknown"), np.nan))
-        why = Note("exposed_unknown", said=LAUNCHES_UNKNOWN) if trace.knows_collectives else None
-        reasons.append(why or Note("exposed_unknown", names=tuple(axes)))
+        names, said = ((), LAUNCHES_UNKNOWN) if trace.gpu is not None else (tuple(axes), "")
+        reasons.append(Note("exposed_unknown", names=names, said=said))
     for users, rows in grouped(range(len(operations)), users_of).items():
         if not users:
             continue
@@ -381,7 +354,7 @@ def _with_gpu(
     if not in_step.any():
         return None
     use, doubtful = _by_elimination(gpu, in_step, step)
-    busy, computing = union(gpu.spans), union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides others
+    computing = union(gpu.spans[use == COMPUTE])  # by whatever launched it: it hides others
     # The step begins when the host has entered it and the GPU has finished earlier work, and ends with its last
     # activity. Work that was launched before the recording began has no launch in the trace, and runs before all this.
     first, end = int(gpu.spans[in_step, 0].min()), int(gpu.spans[in_step, 1].max())
@@ -389,10 +362,8 @@ def _with_gpu(
     start = min(first, int(gpu.spans[is_earlier, 1].max(initial=step.host[0])))
     owner = np.where(in_step, owners(gpu.launched, passes.host), -1)
     rows = {name: in_step & (use == index) for index, name in enumerate(USES)}
-    exposed = {
-        name: difference(union(gpu.spans[of_use]), computing) for name, of_use in rows.items() if name != USES[COMPUTE]
-    }
-    count, compute = len(passes.kind), rows[USES[COMPUTE]]
+    count, compute = len(passes.kind), rows.pop("compute")
+    exposed = {name: difference(union(gpu.spans[of_use]), computing) for name, of_use in rows.items()}
     of_passes = (owner >= 0) & (compute & gpu.kernel | in_step & np.isin(use, _OF_PASSES))
     kernel_spans = np.tile((np.iinfo(np.int64).max, 0), (count, 1))
     np.minimum.at(kernel_spans[:, 0], owner[of_passes], gpu.spans[of_passes, 0])
@@ -402,30 +373,34 @@ def _with_gpu(
     pass_spans = union(kernel_spans[ran])
     # When the first kernel of a pass runs, its input has arrived. So an exchange at the same time is for another pass.
     gaps = difference(pass_spans, union(gpu.spans[use != PP]))
-    idle = difference(intervals([(start, end)]), busy)
+    idle = difference(intervals([(start, end)]), union(gpu.spans))
     starved = intersection(unfed(gpu, idle), union(passes.host))
     host_bound = union(np.concatenate((starved, unfed(gpu, gaps, use != PP))))
-    communicating = union(gpu.spans[in_step & (use != COMPUTE) & (use != PP)])
-    not_working = union(np.concatenate((difference(communicating, computing), host_bound)))
+    not_working = union(np.concatenate([spans for name, spans in exposed.items() if name != "pp"] + [host_bound]))
     last = int(kernel_spans[ran, 1].max()) if ran.any() else end
     early = {name: total(intersection(spans, union(intervals([(start, last)])))) for name, spans in exposed.items()}
     possible = [axes for of, axes in doubtful if total(difference(union(gpu.spans[of]), computing))]
     undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
     delayed, waits = intersection(collecting, host_bound), intersection(loading, host_bound)
     spans = _since_data(np.where(ran[:, None], kernel_spans, passes.host), waits)
-    kernels = _kernels(gpu, rows[USES[PP]], step.exchanges)
-    pass_end, waited = _until_fed(host_bound, spans, kernels.times[:, 2])
+    kernels: dict[str, Numbers] = {}
+    for label, times in step.exchanges.items():
+        inside = rows["pp"] & (owners(gpu.launched, times[:, :2]) >= 0)
+        if label in ranges.P2P_OPERATIONS and inside.any():
+            kernels[label] = np.column_stack((gpu.launched[inside], gpu.launched[inside], gpu.spans[inside]))
+    pass_end, waited = _until_fed(host_bound, spans, [times[:, 2] for times in kernels.values()])
     spent: dict[str, float] = {group: early[group] for group in _ANY_USER}
     spent |= {"unknown": early["unknown"] + early["other"]} | dict.fromkeys(set(undecided) - {"pp"}, np.nan)
     outside = union(gpu.spans[compute & (owner < 0)])
     spent |= {"host_bound": total(host_bound), "gradients": total(difference(outside, pass_spans))}
     if not replayed:
-        took = passes.host[:, 1] - passes.host[:, 0]
-        spent |= {f"host_{kind}": int(took[passes.kind == index].sum()) for index, kind in enumerate(ranges.PASSES[:2])}
+        for index, kind in enumerate(ranges.PASSES[:2]):
+            spent[f"host_{kind}"] = int(passes.compute[passes.kind == index].sum())  # so far, what the host took
     lost = ~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)
     reasons = [Note("events_left_out", said="GPU activities without a launch in the trace")] if lost.any() else []
     if unsaid := [axis for axis in undecided if metadata.sizes.pp == 1 or axis != "pp"]:
-        reasons.append(Note("exposed_unknown", names=tuple(unsaid), said=_NO_GROUP))
+        said = "kernels or copies name no process group; `--profile-activities cpu cuda` records it for NCCL"
+        reasons.append(Note("exposed_unknown", names=tuple(unsaid), said=said))
     if total(exposed["other"]) > MOST_UNSEEN * (end - start):
         reasons.append(UNNAMED_GROUP)
     return replace(
@@ -435,19 +410,19 @@ def _with_gpu(
         passes=passes._replace(
             spans=spans,
             end=pass_end,
-            compute=_per_owner(owner, compute, gpu.spans, count),
+            compute=busy(np.where(compute, owner, -1), gpu.spans, count),
             working=kernel_spans[:, 1] - kernel_spans[:, 0] - covered(not_working, kernel_spans),
             idle=waited,
             garbage=covered(delayed, np.column_stack((spans[:, 0], pass_end))),
             data=None if passes.data is None else covered(waits, np.column_stack((spans[:, 0], pass_end))),
             exposed={
-                name: _per_owner(owner, rows[name], gpu.spans, count, hidden_by=computing)
-                for name in exposed
-                if name != USES[PP]
+                name: busy(np.where(of_use, owner, -1), gpu.spans, count, hidden_by=computing)
+                for name, of_use in rows.items()
+                if name != "pp"
             },
         ),
         kernels=kernels,
-        pipeline=difference(exposed[USES[PP]], pass_spans),
+        pipeline=difference(exposed["pp"], pass_spans),
         spent=spent,
         axes=frozenset(AXES).intersection(USES[index] for index in np.unique(use[in_step]).tolist()),
         reasons=(*reasons, *([OVERLAPPING] if gpu.shortened else [])),
@@ -479,11 +454,9 @@ def _by_elimination(
     """
     use, metadata = gpu.use.copy(), step.metadata
     doubtful: list[tuple[_Rows, list[str]]] = []
-    in_exchange = owners(gpu.launched, step.exchanges.times[:, :2]) >= 0
+    in_exchange = np.any([owners(gpu.launched, times[:, :2]) >= 0 for times in step.exchanges.values()], axis=0)
     use[in_step & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
     unknown = in_step & (use == UNKNOWN)
-    if not unknown.any():
-        return use, []
     in_pass = owners(gpu.launched, step.passes.host) >= 0
     for rows, users in (
         (unknown & gpu.pairwise, ("ep", "cp")),
@@ -498,15 +471,6 @@ def _by_elimination(
     return use, doubtful
 
 
-def _per_owner(owner: Numbers, rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals = _NO_TIME) -> Numbers:
-    """Returns for how long one of the ``rows`` of each owner ran, and nothing hid it, [owner]."""
-    rows = rows & (owner >= 0)
-    busy_owners, busy_spans = union_by(owner[rows], spans[rows])
-    sums = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, busy_owners, busy_spans[:, 1] - busy_spans[:, 0] - covered(hidden_by, busy_spans))
-    return sums
-
-
 def unfed(gpu: Activities, idle: Intervals, rows: _Rows | slice = slice(None)) -> Intervals:
     """Returns the idle times at whose start the GPU had finished everything that was launched before. ``rows``: the
     activities that count."""
@@ -515,28 +479,13 @@ def unfed(gpu: Activities, idle: Intervals, rows: _Rows | slice = slice(None)) -
     return idle[launched <= begun]
 
 
-def _until_fed(gaps: Intervals, spans: Intervals, others: Numbers) -> tuple[Numbers, Numbers]:
+def _until_fed(gaps: Intervals, spans: Intervals, others: Iterable[Numbers]) -> tuple[Numbers, Numbers]:
     """Returns when every pass ended, and how long the GPU waited for the host in it. If the GPU had nothing to do after
     the last kernel of a pass, the pass ends when it has work again. ``gaps``: when the GPU waited; ``others``: when
     exchanges began."""
-    ends = spans[:, 1]
-    if not len(gaps):
-        return ends, np.zeros_like(ends)
-    never = np.iinfo(np.int64).max
-    begins = np.append(np.sort(np.concatenate((spans[:, 0], others))), never)
-    last_gap = np.searchsorted(gaps[:, 0], ends, side="right") - 1
-    is_unfed = (last_gap >= 0) & (gaps[last_gap, 0] <= ends) & (gaps[last_gap, 1] > ends)
-    next_begin = begins[np.searchsorted(begins, ends)]
-    next_begin = np.where(next_begin < never, next_begin, gaps[last_gap, 1])
-    pass_ends = np.where(is_unfed, np.maximum(next_begin, ends), ends)
+    ends, never = spans[:, 1], np.iinfo(np.int64).max
+    begins = np.append(np.sort(np.concatenate((spans[:, 0], *others))), never)
+    gap, next_begin = owners(ends, gaps), begins[np.searchsorted(begins, ends)]
+    next_begin = np.where(next_begin < never, next_begin, np.append(gaps[:, 1], never)[gap])
+    pass_ends = np.where(gap >= 0, np.maximum(next_begin, ends), ends)
     return pass_ends, covered(gaps, spans) + pass_ends - ends
-
-
-def _kernels(gpu: Activities, rows: _Rows, exchanges: Exchanges) -> Exchanges:
-    """Returns the kernels of the pipeline's group that were launched in exchanges."""
-    exchange_of = owners(gpu.launched, exchanges.times[:, :2])
-    known = np.array([label in ranges.P2P_OPERATIONS for label in exchanges.labels], dtype=np.bool_)
-    inside = np.flatnonzero(rows & np.append(known, False)[exchange_of])  # the last one: in none
-    launched = gpu.launched[inside]
-    labels = tuple(exchanges.labels[index] for index in exchange_of[inside].tolist())
-    return Exchanges(labels, np.column_stack((launched, launched, gpu.spans[inside])))

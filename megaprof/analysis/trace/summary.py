@@ -35,7 +35,7 @@ from megaprof.analysis.trace.columns import (
     Events,
     KinetoEvents,
 )
-from megaprof.analysis.trace.intervals import union_by
+from megaprof.analysis.trace.intervals import busy
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX
 
 VERSION = 1
@@ -119,7 +119,9 @@ def kernel_summary(events: Events, identity: Mapping[str, Any]) -> dict[str, Any
     for spans in _by_thread(columns, number):
         for key, time in self_times(spans).items():
             self_ns[key] += time
-    union_ns, busy_ns = (_busy(owners, columns) for owners in (number, device))
+    union_ns, busy_ns = (
+        busy(owners, columns.spans, count).tolist() for owners, count in ((number, len(keys)), (device, len(devices)))
+    )
     kernels = [
         {
             "name": events.names[name],
@@ -148,15 +150,6 @@ def kernel_summary(events: Events, identity: Mapping[str, Any]) -> dict[str, Any
         ],
         "kernels": kernels,
     }
-
-
-def _busy(owners: npt.NDArray[np.int64], columns: Columns) -> dict[int, int]:
-    """Returns the nanoseconds during which at least one event of each owner ran."""
-    order = np.lexsort((columns.spans[:, 0], owners))
-    totals: defaultdict[int, int] = defaultdict(int)
-    for owner, (start, end) in zip(*map(np.ndarray.tolist, union_by(owners[order], columns.spans[order])), strict=True):
-        totals[owner] += end - start
-    return totals
 
 
 def collapsed_stacks(events: Events) -> tuple[list[str], list[str]]:

@@ -73,9 +73,9 @@ class Trace:
     metadata: Metadata
     ranges: tuple[TracedRange, ...]
     """Its ranges, sorted by start, with an enclosing range before those inside it."""
-    collectives: tuple[tuple[str, int, int], ...] = ()
+    collectives: tuple[tuple[str, int, int], ...] | None = ()
     """The operation, start and end of its collectives, sorted by start: not of the pipeline's exchanges, and as the CPU
-    saw them. Gloo's events do not name their group."""
+    saw them. Gloo's events do not name their group. None if it would not show any: Nsight Systems without a GPU."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
     """When the CPU ran operators other than communication, as a disjoint set; empty without collectives to hide."""
     gpu: Activities | None = None
@@ -86,8 +86,6 @@ class Trace:
     """Why it has no kernels, or none with usable times, although the model ran on a GPU; None if it has some, or if the
     model ran on a CPU."""
     warnings: tuple[Note, ...] = ()
-    knows_collectives: bool = True
-    """True if it would show collectives; False for Nsight Systems without GPU activity."""
     part: Part | None = None
     """Its part of the file; None if it is all of it."""
     cut: str | None = None

@@ -40,7 +40,7 @@ def calls(directory: Path) -> list[TracedStep]:
 
 def measured(call: TracedStep) -> Any:
     spent = {name: ns for name, ns in call.spent.items() if not name.startswith("host_")}
-    kernels = sorted(zip(call.kernels.labels, call.kernels.times[:, 2:].tolist(), strict=True))
+    kernels = {label: times[:, 2:].tolist() for label, times in call.kernels.items()}
     return [each._replace(working=0) for each in rows(call)], spent, call.extent, kernels
 
 
