@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.table.clocks import TOLERANCE_MS
 from megaprof.analysis.table.table import Table
+from megaprof.analysis.table.tabulate import TOLERANCE_MS
 from megaprof.formats import timeline as format
 from megaprof.parallel.schedules import phase_order, producer
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

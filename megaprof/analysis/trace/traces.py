@@ -6,6 +6,7 @@ microseconds). They are comparable between the ranks of one host. A file's name 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -261,30 +262,17 @@ def _without_gpu(events: KinetoEvents) -> bool:
     return not events.has(KERNEL)
 
 
-def _collective(name: str) -> str | None:
-    """Returns the operation of a collective's event; None for other events."""
-    if name.startswith("gloo:"):
-        operation = name[len("gloo:") :]
-        return None if operation.startswith(("send", "recv")) else operation
-    return _DISPATCHED.get(name[len("c10d::") :].rstrip("_")) if name.startswith("c10d::") else None
-
-
 #: Operators that hand a collective to its backend. Their time is communication, too, because the caller waits in them.
-_DISPATCHED = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-}
+_DISPATCHED = re.compile(
+    "c10d::_?(allreduce|allgather|alltoall|reduce_scatter|broadcast|reduce|gather|scatter|barrier)"
+)
+_AS_GLOO = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+def _collective(name: str) -> str | None:
+    """Returns the operation of a collective's event, as gloo calls it; None for other events."""
+    if name.startswith("gloo:"):
+        operation = name.removeprefix("gloo:")
+        return None if operation.startswith(("send", "recv")) else operation
+    dispatched = _DISPATCHED.match(name)
+    return None if dispatched is None else _AS_GLOO.get(dispatched[1], dispatched[1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.simulation import compiled
-from megaprof.analysis.table.clocks import TOLERANCE_MS, one_clock
+from megaprof.analysis.table.tabulate import TOLERANCE_MS, one_clock
 from megaprof.parallel.schedules import PipelineSchedule
 
 
