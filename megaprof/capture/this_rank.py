@@ -96,13 +96,10 @@ def _selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLa
     is unknown."""
     ranks: set[int] = set()
     for selector in selectors:
-        if layout is not None:
-            ranks.update(selector.ranks(layout))
-        elif selector.rank_spans is None:
+        selected = selector.ranks(coords.sizes, layout)
+        if selected is None:
             return None
-        else:
-            ends = ((first, min(last, coords.sizes.world - 1)) for first, last in selector.rank_spans)
-            ranks.update(rank for first, last in ends for rank in range(first, last + 1))
+        ranks.update(selected)
     return sorted(ranks)
 
 

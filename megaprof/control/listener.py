@@ -217,7 +217,17 @@ class Listener:
     def _look_for_request(self, control: int) -> None:
         """Begins with a new request, goes on with the one in hand, or drops it."""
         session, run = self._session, None if self._ousted else self._run
-        self._request = request = self._request_to(run, control)
+        request = read(control, CAPTURE, Request)  # whoever asks next replaces what is no request
+        if run is None or request is None or request.run != run.run:
+            request = None
+        elif self._request is None or self._request.id != request.id:
+            self._obsolete_at = time.monotonic() + request.timeout + _GRACE
+            logger.debug("megaprof: request %s (%s): %s", request.id, request.by, request.target)
+        elif self._leads and time.monotonic() > self._obsolete_at:
+            with suppress(FileNotFoundError):
+                os.unlink(CAPTURE, dir_fd=control)
+            request = None
+        self._request = request
         if self._demand is not None and (request is None or request.id != self._demand.request):
             self._withdraw()
         if run is not None and request is not None and self._demand is None:
@@ -238,20 +248,6 @@ class Listener:
                 demand.over = True
         if session.demand is demand and not demand.records:
             session.demand = None
-
-    def _request_to(self, run: RunRecord | None, control: int) -> Request | None:
-        """Returns the request to `run`; None if there is none. Whoever asks next replaces what is no request."""
-        request = read(control, CAPTURE, Request)
-        if run is None or request is None or request.run != run.run:
-            return None
-        if self._request is None or self._request.id != request.id:
-            self._obsolete_at = time.monotonic() + request.timeout + _GRACE
-            logger.debug("megaprof: request %s (%s): %s", request.id, request.by, request.target)
-        elif self._leads and time.monotonic() > self._obsolete_at:
-            with suppress(FileNotFoundError):
-                os.unlink(CAPTURE, dir_fd=control)
-            return None
-        return request
 
     def _withdraw(self) -> None:
         """Gives the capture up. A window that is open is finished all the same, and so are those that follow it."""

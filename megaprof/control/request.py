@@ -100,16 +100,6 @@ def recorder_config(request: Request, directory: str) -> ProfileConfig:
     return config
 
 
-def selected_ranks(run: RunRecord, request: Request) -> list[int]:
-    """Returns the ranks of `run` that a request selects. Raises Refused if they cannot be known."""
-    selector = request.selector
-    if selector.rank_spans is not None:
-        return [rank for first, last in selector.rank_spans for rank in range(first, last + 1)]
-    if run.layout is None:
-        raise Refused(f"--select {request.select}: this job's rank order is not a plain one; name ranks instead")
-    return selector.ranks(run.layout)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of a request."""
@@ -154,8 +144,11 @@ class Requester:
 
     def __init__(self, job: RunningJob, request: Request) -> None:
         """`submit` or the first `advance` writes the request. Raises Refused if its ranks cannot be known."""
+        ranks = request.selector.ranks(job.run.sizes, job.run.layout)
+        if ranks is None:
+            raise Refused(f"--select {request.select}: this job's rank order is not a plain one; name ranks instead")
         self.request = request
-        self.ranks = tuple(selected_ranks(job.run, request))
+        self.ranks = tuple(ranks)
         """The ranks that are asked, by number."""
         self.still = 0.0
         """Seconds since any rank that has not finished moved; 0 while one moves."""
@@ -253,7 +246,13 @@ class Requester:
         return min((answer.seconds for answer in self._answers.values() if answer.seconds is not None), default=None)
 
     def _advance(self, control: int) -> Outcome | None:
-        self._read_answers()
+        statuses = self._job.statuses(self._unfinished)
+        now = self._job.now(statuses, None)
+        stuck = [status.stuck(now) for status in statuses.values() if is_stuck(status, now)]
+        self.still = min(stuck) if stuck and len(stuck) == len(statuses) else 0.0
+        for rank, status in statuses.items():
+            if status.capture is not None and status.capture.request == self.request.id:
+                self._answers[rank] = status.capture
         waited, missing = monotonic() - self._submitted_at, self.missing
         if self._unfinished:
             self._check_that_it_stands(control)
@@ -287,15 +286,6 @@ class Requester:
             raise Refused("somebody removed the request")
         if request.id != self.request.id:
             raise Refused(_busy(request))
-
-    def _read_answers(self) -> None:
-        statuses = self._job.statuses(self._unfinished)
-        now = self._job.now(statuses, None)
-        stuck = [status.stuck(now) for status in statuses.values() if is_stuck(status, now)]
-        self.still = min(stuck) if stuck and len(stuck) == len(statuses) else 0.0
-        for rank, status in statuses.items():
-            if status.capture is not None and status.capture.request == self.request.id:
-                self._answers[rank] = status.capture
 
     def _choose_first(self, control: int, waited: float) -> None:
         """Writes the first call to capture into the request. All ranks have answered, `waited` seconds after it."""

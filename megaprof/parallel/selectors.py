@@ -55,9 +55,12 @@ class Selector:
             return _holds(self.rank_spans, coords.rank)
         return all(_holds(spans, getattr(coords, axis)) for axis, spans in self.axes)
 
-    def ranks(self, layout: WorldLayout) -> list[int]:
-        """Returns all selected global ranks of a world, ascending. For reports; a rank asks `selects` about itself."""
-        return sorted(self._matches(layout))
+    def ranks(self, sizes: ParallelSizes, layout: WorldLayout | None) -> list[int] | None:
+        """Returns all selected global ranks of a world, ascending; None for a selection by coordinates whose layout is
+        unknown. For reports; a rank asks `selects` about itself."""
+        if self.rank_spans is not None:
+            return _clip(self.rank_spans, sizes.world)
+        return None if layout is None else sorted(self._matches(layout))
 
     def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None, *, option: str = OPTION) -> None:
         """Raises a ValueError that names `option` unless every rank and coordinate exists and some rank is selected.
@@ -87,9 +90,6 @@ class Selector:
 
     def _matches(self, layout: WorldLayout) -> Iterator[int]:
         sizes, strides = layout.sizes, layout.strides
-        if self.rank_spans is not None:
-            yield from _clip(self.rank_spans, sizes.world)
-            return
         spans_by_axis = dict(self.axes)
         # tp, cp, dp and pp identify every rank, so only ep has to be checked rank by rank.
         offsets = [

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import RunningJob
-from megaprof.control.request import check, new_request, selected_ranks
+from megaprof.control.request import check, new_request
 from megaprof.formats import job as records
 from megaprof.formats.job import MOST_RANKS, RankStatus, Refused, Request, RunRecord
 from megaprof.metrics.figures import summarise
@@ -113,7 +113,7 @@ def read_run(record: dict[str, Any]) -> None:
     assert through_a_file(plain(run), RunRecord) == run
     _ = run.layout
     with contextlib.suppress(Refused):
-        selected_ranks(run, new_request(run, "train_actor"))
+        new_request(run, "train_actor").selector.ranks(run.sizes, run.layout)
 
 
 def read_status(record: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def read_request_record(record: dict[str, Any]) -> None:
     request = through_a_file(record, Request)
     check(request, RUN)
     assert 1 <= request.steps <= 100
-    assert len(selected_ranks(RUN, request)) <= RUN.world
+    assert len(request.selector.ranks(RUN.sizes, RUN.layout) or ()) <= RUN.world
 
 
 READERS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], None]]] = {
