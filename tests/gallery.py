@@ -25,7 +25,7 @@ GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 
 def timelines(layers: Sequence[int], *slow: Slow) -> Callable[[Path], object]:
     """Eight ranks in four stages, with a timeline of every step."""
-    eight = WorldLayout(ParallelSizes.of(8, pp=4))
+    eight = WorldLayout(ParallelSizes(pp=4, dp=2))
     forward_ms, backward_ms = [2.5 * held for held in layers], [5.0 * held for held in layers]
     return partial(
         write_timelines,

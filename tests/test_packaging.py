@@ -139,7 +139,7 @@ def traces(tmp_path: Path) -> Path:
     """Traces of two stages in ``traces/``, of another layout in ``even/``, and timelines of two ranks in ``job/``."""
     pipeline(tmp_path / "traces", [6, 2])
     pipeline(tmp_path / "even", [4, 4])
-    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes.of(2, pp=2)), steps=3)
+    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes(pp=2)), steps=3)
     (tmp_path / "empty").mkdir()
     return tmp_path
 

@@ -14,7 +14,6 @@ positions in the decoder grid and name a rank uniquely; `ep` is the position in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,10 +23,7 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The parallel sizes of a run. Each is at least 1; ValueError otherwise.
-
-    Prefer `of`, which also checks that the sizes fit a world.
-    """
+    """The parallel sizes of a run. Each is at least 1; ValueError otherwise."""
 
     tp: int = 1
     """Tensor-parallel size."""
@@ -58,21 +54,6 @@ class ParallelSizes:
     def world(self) -> int:
         """The number of ranks that these sizes describe."""
         return self.tp * self.cp * self.dp * self.pp
-
-    @classmethod
-    def of(
-        cls, world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vpp: int = 1, etp: int | None = None
-    ) -> ParallelSizes:
-        """Returns the sizes of a world of `world` ranks; `dp` is what is left. ValueError if Megatron would refuse."""
-        etp = tp if etp is None else etp
-        sizes = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
-        for option, value in sizes.items():
-            checked_number(option, value, least=1)
-        if vpp > 1 and pp == 1:
-            raise ValueError(f"vpp={vpp} needs pp of at least 2 (the interleaved schedule has no other use), got pp=1")
-        dp = _quotient(world, tp=tp, cp=cp, pp=pp)
-        _quotient(world, etp=etp, ep=ep, pp=pp)
-        return cls(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, vpp=vpp, etp=etp)
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,12 @@ class WorldLayout:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        expert_dp = _quotient(sizes.world, etp=sizes.etp, ep=sizes.ep, pp=sizes.pp)
+        expert_dp, left = divmod(sizes.world, sizes.etp * sizes.ep * sizes.pp)
+        if left:
+            raise ValueError(
+                f"etp={sizes.etp} x ep={sizes.ep} x pp={sizes.pp} = {sizes.etp * sizes.ep * sizes.pp} does not divide "
+                f"the world of {sizes.world} ranks"
+            )
         decoder = {"tp": sizes.tp, "cp": sizes.cp, "ep": 1, "dp": sizes.dp, "pp": sizes.pp}
         expert = {"tp": sizes.etp, "cp": 1, "ep": sizes.ep, "dp": expert_dp, "pp": sizes.pp}
         order = _parse_order(self.order, {axis: max(decoder[axis], expert[axis]) for axis in AXES})
@@ -182,18 +168,6 @@ def _strides(order: list[str], sizes: Mapping[str, int]) -> dict[str, int]:
         strides[axis] = stride
         stride *= sizes[axis]
     return strides
-
-
-def _quotient(world: int, **factors: int) -> int:
-    product = math.prod(factors.values())
-    if world % product:
-        factors_text = " x ".join(f"{name}={value}" for name, value in factors.items())
-        divisors = [str(divisor) for divisor in range(1, min(world, 1024) + 1) if world % divisor == 0]
-        raise ValueError(
-            f"{factors_text} = {product} does not divide the world of {world} ranks; what divides it: "
-            f"{', '.join(divisors)}"
-        )
-    return world // product
 
 
 def checked_number(option: str, value: object, least: int) -> int:

@@ -93,7 +93,7 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
     before, after, run = (str(tmp_path / name) for name in ("before", "after", "run"))
     pipeline(Path(before), [6, 2])
     pipeline(Path(after), [4, 4])
-    layout = WorldLayout(ParallelSizes.of(4, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=2))
     write_timelines(Path(run), layout, steps=60, slow=[Slow(rank=1, from_step=20, factor=2.0)])
     reports = {each: printed(capsys, "report", each, "--json", "-") for each in (before, run)}
     difference = printed(capsys, "diff", before, after, "--json")
@@ -465,7 +465,7 @@ def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job) -> None:
-    layout = WorldLayout(ParallelSizes.of(16384, tp=8, pp=16))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=16, dp=128))
     one = look_at(job_status.find(job.directory)).statuses[0]
     run = replace(job.run, sizes=layout.sizes)
     now = time.time()
@@ -484,7 +484,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
 
 @pytest.mark.slow  # 2,048 timelines
 def test_a_report_on_thousands_of_ranks_fits_and_names_the_slow_one(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=16, dp=16))
     write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=1700, factor=1.6)])
     found = excerpt(of_report(tmp_path), details=DETAILS)
     assert len(found) <= MOST

@@ -166,7 +166,7 @@ def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def timelines(directory: Path) -> list[tuple[Path, list[tuple[int, bytes]]]]:
     """Paths below ``directory`` and records of healthy timelines: two stages, two replicas, with events."""
-    paths = write_timelines(directory, WorldLayout(ParallelSizes.of(4, pp=2)), steps=6, microbatches=2)
+    paths = write_timelines(directory, WorldLayout(ParallelSizes(pp=2, dp=2)), steps=6, microbatches=2)
     found = [(path.relative_to(directory), list(_records(path.read_bytes()))) for path in paths]
     for path in paths:
         path.unlink()

@@ -16,7 +16,7 @@ from tests.formats.step_records import events_of
 
 
 def test_files_are_whole_named_and_sharded(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=4))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=4, dp=64))
     paths = write_timelines(tmp_path, layout, steps=3, microbatches=4, ranks=[0, 1030])
     assert [path.parent.name for path in paths] == ["ranks000000-001023", "ranks001024-002047"]
     assert paths[1].name == "timeline.step000000.pp2-tp6-cp0-ep0-dp0.rank01030.timeline.bin"
@@ -30,7 +30,7 @@ def test_files_are_whole_named_and_sharded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_events_are_the_schedules_and_add_up_to_the_totals(tmp_path: Path, vpp: int) -> None:
-    layout = WorldLayout(ParallelSizes.of(4, pp=2, vpp=vpp))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=2, vpp=vpp))
     paths = write_timelines(tmp_path, layout, steps=8, microbatches=4, noise=0.0)
     for path in paths:
         timeline = read_timeline(path)
@@ -49,7 +49,7 @@ def test_events_are_the_schedules_and_add_up_to_the_totals(tmp_path: Path, vpp: 
 
 
 def test_what_is_slow_is_slow_for_those_who_wait_too(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(8, tp=2, pp=2))
+    layout = WorldLayout(ParallelSizes(tp=2, pp=2, dp=2))
     paths = write_timelines(
         tmp_path, layout, steps=20, microbatches=4, noise=0.0, slow=[Slow(rank=1, from_step=10, factor=2.0)]
     )
@@ -64,7 +64,7 @@ def test_what_is_slow_is_slow_for_those_who_wait_too(tmp_path: Path) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2))
+    layout = WorldLayout(ParallelSizes(dp=2))
     paths = write_timelines(
         tmp_path, layout, steps=9, first_step=100, last_step={1: 104}, role="ref", device_clock=True, events=False
     )

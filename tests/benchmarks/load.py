@@ -154,7 +154,7 @@ def coordinates_seconds(ranks: int) -> float:
     from megaprof.parallel.selectors import PER_STAGE
 
     begin = time.perf_counter()
-    layout = WorldLayout(ParallelSizes.of(ranks, tp=8, pp=16, cp=2, ep=8, etp=1))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=16, cp=2, dp=ranks // 256, ep=8, etp=1))
     coords = layout.coords(ranks - 1)
     PER_STAGE.check(layout.sizes, layout)
     PER_STAGE.selects(coords)
@@ -164,7 +164,7 @@ def coordinates_seconds(ranks: int) -> float:
 
 def bytes_per_step() -> float:
     """Of a rank in the middle of the pipeline, as the format encodes it."""
-    layout = WorldLayout(ParallelSizes.of(STAGES, pp=STAGES))
+    layout = WorldLayout(ParallelSizes(pp=STAGES))
     with tempfile.TemporaryDirectory() as folder:
         sizes = [
             write_timelines(Path(folder, str(steps)), layout, steps=steps, microbatches=MICROBATCHES, ranks=[8])[0]

@@ -42,7 +42,7 @@ SELECTIONS = ("per-stage", "all", "pp=*,dp=0", "pp=0|8-11,ep=3")
 
 
 def layout(ranks: int) -> WorldLayout:
-    return WorldLayout(ParallelSizes.of(ranks, **SIZES))
+    return WorldLayout(ParallelSizes(dp=ranks // (8 * 16 * 2), **SIZES))
 
 
 def stragglers(world: WorldLayout, steps: int) -> list[Slow]:
@@ -134,7 +134,7 @@ def pipelines(directory: Path, out: Path, steps: int) -> list[dict[str, float]]:
     """What reports on `PIPELINES` cost behind their imports, the quickest of three."""
     found = []
     for stages, replicas, microbatches in PIPELINES:
-        world = WorldLayout(ParallelSizes.of(stages * replicas, pp=stages))
+        world = WorldLayout(ParallelSizes(pp=stages, dp=replicas))
         slow = Slow(rank=stages * replicas // 2, from_step=steps // 2, factor=1.2)
         write_timelines(directory, world, steps=steps, microbatches=microbatches, slow=[slow], tails=0.01, seed=stages)
         free = [min(each) for each in zip(*(imported() for _ in range(3)), strict=True)]
@@ -173,7 +173,7 @@ def select_and_name(ranks: int) -> dict[str, float]:
         selector = parse_selector(text)
         selector.check(world.sizes, world)
         own = [each.rank for each in everybody if selector.selects(each)]
-        if own != selector.ranks(world):
+        if own != selector.ranks(world.sizes, world):
             raise SystemExit(f"{text}: the ranks' own decisions are not what the whole is")
     select = time.perf_counter() - begin
     begin = time.perf_counter()

@@ -79,7 +79,7 @@ def test_remote_traces_are_merged_and_compared(tmp_path: Path, memory: Any, caps
 
 
 def test_remote_timelines_are_reported_and_exported(tmp_path: Path, memory: Any) -> None:
-    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes.of(4, pp=2)), steps=6, microbatches=2)
+    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes(pp=2, dp=2)), steps=6, microbatches=2)
     upload(tmp_path / "job", memory, "/bucket/job")
     there, here = analyze("memory://bucket/job").to_json(), analyze(tmp_path / "job").to_json()
     assert there["targets"][0]["stages"] == here["targets"][0]["stages"]

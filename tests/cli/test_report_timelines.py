@@ -11,7 +11,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.cli.running import as_a_user, megaprof
 
-LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=4))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_one_run_of_several(timelines: Path) -> None:
 def test_the_command_of_a_finding_is_one_line_to_copy(tmp_path: Path) -> None:
     directory = tmp_path / "a directory"
     slow = [Slow(rank=5, from_step=20, factor=1.5)]
-    write_timelines(directory, WorldLayout(ParallelSizes.of(8, tp=2, pp=2)), steps=60, microbatches=8, slow=slow)
+    write_timelines(directory, WorldLayout(ParallelSizes(tp=2, pp=2, dp=2)), steps=60, microbatches=8, slow=slow)
     run = megaprof("report", directory, "--html", tmp_path / "report.html")
     command = f"megaprof trigger '{directory}' --target train_actor --steps 2 --select 4-5"
     assert f"  {command}" in run.stdout.splitlines()

@@ -52,7 +52,7 @@ def test_reports_and_their_differences_are_valid(tmp_path: Path, capsys: pytest.
     pipeline(tmp_path / "before", [6, 2])
     pipeline(tmp_path / "after", [4, 4])
     write(exchanging([0.0, 0.0]), tmp_path / "few")
-    layout = WorldLayout(ParallelSizes.of(4, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=2))
     write_timelines(tmp_path / "run", layout, steps=60, slow=[Slow(rank=1, from_step=20, factor=2.0)])
     for each in ("before", "after", "few", "run"):
         check("report", printed(capsys, "report", tmp_path / each, "--json", "-"))
@@ -71,7 +71,7 @@ def test_what_was_merged_and_exported_is_valid(tmp_path: Path, capsys: pytest.Ca
     assert (merged["ranks"], merged["arrows"]) == ([0, 1], 6)
     assert (merged["file"], merged["bytes"]) == (str(out), out.stat().st_size)
     assert merged["others"] == ["evaluate step 2"]
-    write_timelines(tmp_path / "run", WorldLayout(ParallelSizes.of(4, pp=2)), steps=3)
+    write_timelines(tmp_path / "run", WorldLayout(ParallelSizes(pp=2, dp=2)), steps=3)
     exported = printed(capsys, "export", tmp_path / "run", "--parquet", tmp_path / "out", "--run", "mine", "--json")
     check("export", exported)
     assert (exported["rows"], exported["files"]) == (12, 4)

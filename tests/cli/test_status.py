@@ -216,7 +216,7 @@ def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.Cap
 
 
 def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(tmp_path, WorldLayout(ParallelSizes.of(1)))
+    job = Job(tmp_path, WorldLayout(ParallelSizes()))
     job.begin()
     job.status(0)
     assert status(job) == 0

@@ -14,7 +14,7 @@ from tests.cli.running import as_a_user, megaprof
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes.of(4, pp=2)), steps=3)
+    write_timelines(tmp_path / "job", WorldLayout(ParallelSizes(pp=2, dp=2)), steps=3)
     return tmp_path / "job"
 
 

@@ -21,7 +21,7 @@ from tests.analysis.diagnosis.test_averages import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
 DOCS = (Path(__file__).parents[2] / "docs" / "timeline.md").read_text()
-LAYOUT = WorldLayout(ParallelSizes.of(32, tp=2, pp=4))
+LAYOUT = WorldLayout(ParallelSizes(tp=2, pp=4, dp=4))
 
 
 def rows(out: Path) -> list[dict[str, object]]:
@@ -57,7 +57,7 @@ def test_every_step_of_every_rank_is_one_row(tmp_path: Path) -> None:
 
 
 def test_times_that_the_gpu_did_not_say_are_null(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2))
     first, _ = write_timelines(tmp_path / "job", layout, steps=4, device_clock=True, events=False)
     timeless(first)
     export(tmp_path / "job", tmp_path / "out")
@@ -103,7 +103,7 @@ def test_the_documented_columns_are_the_columns() -> None:
 def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: str) -> None:
     job = tmp_path / "job"
     (job / place).mkdir(parents=True)
-    layout = WorldLayout(ParallelSizes.of(2))
+    layout = WorldLayout(ParallelSizes(dp=2))
     record = RunRecord.new(layout.coords(0), layout, None, 1.0)
     record = msgspec.structs.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
     (job / place / "run.json").write_bytes(msgspec.json.encode(record))

@@ -110,14 +110,14 @@ def test_every_rank_of_a_world_has_its_own_name() -> None:
 
 
 def test_a_world_that_fits_one_directory_has_no_other() -> None:
-    layout = WorldLayout(ParallelSizes.of(1024, tp=8, pp=4))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=4, dp=32))
     assert {shard(coords) for coords in layout} == {""}
     path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
     assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
 
 
 def test_a_larger_world_has_directories_of_1024_ranks() -> None:
-    layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16, cp=2, ep=8))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=16, cp=2, ep=8, dp=8))
     assert shard(layout.coords(0)) == shard(layout.coords(1023)) == "ranks000000-001023"
     assert shard(layout.coords(1024)) == shard(layout.coords(2047)) == "ranks001024-002047"
     name = artifact_name("timeline", None, 7, layout.coords(1024), ".x")
@@ -128,7 +128,7 @@ def test_a_larger_world_has_directories_of_1024_ranks() -> None:
 
 def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
     """Every kind of file that one window can have, with those that are still unfinished, of every 16th rank."""
-    layout = WorldLayout(ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=8))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=16, cp=2, ep=8, dp=512))
     kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt.gz", ".nsys.json", ".memory.pickle"]
     folders = collections.Counter(shard(layout.coords(rank)) for rank in range(0, 131_072, 16))
     assert len(folders) == 128
@@ -140,7 +140,7 @@ def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
 
 
 def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None:
-    coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
+    coords = WorldLayout(ParallelSizes(tp=8, dp=256)).coords(1500)
     final = artifact_path(tmp_path, "train_actor", None, 5, coords, ".et.json")
     raw_path(final).write_text("{}")
     leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")

@@ -54,7 +54,7 @@ def test_a_ray_cluster_reads_the_same(tmp_path: Path) -> None:
     job = tmp_path / "job"
     write(Scenario("parallel", layers=(6, 4, 3, 3)), job)
     (job / "broken.pt.trace.json").write_text("[")
-    write_timelines(job, WorldLayout(ParallelSizes.of(4, pp=4)), steps=6, microbatches=2)
+    write_timelines(job, WorldLayout(ParallelSizes(pp=4)), steps=6, microbatches=2)
     script = tmp_path / "cluster.py"
     script.write_text(CLUSTER)
     env = {**os.environ, "PYTHONPATH": str(ROOT), **PATIENT_RAY}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -73,9 +74,14 @@ def megatron(rank: int, world: int, order: str = DEFAULT_ORDER, **sizes: int) ->
         dist.destroy_process_group()
 
 
+def layout_of(world: int, sizes: dict[str, int], order: str) -> WorldLayout:
+    dp = world // math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    return WorldLayout(ParallelSizes(dp=dp, **sizes), order)
+
+
 @pytest.mark.parametrize(("world", "sizes", "order"), WORLDS)
 def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int], order: str) -> None:
-    layout = WorldLayout(ParallelSizes.of(world, **sizes), order)
+    layout = layout_of(world, sizes, order)
     for rank in range(world):
         with megatron(rank, world, order, **sizes):
             assert coords_from_parallel_state() == layout.coords(rank)
@@ -93,7 +99,7 @@ def test_all_120_orders_agree_and_the_same_ones_are_refused(sizes: dict[str, int
     accepted = 0
     for order in ORDERS:
         try:
-            layout = WorldLayout(ParallelSizes.of(16, **sizes), order)
+            layout = layout_of(16, sizes, order)
         except ValueError:
             with pytest.raises((AssertionError, RuntimeError)), megatron(5, 16, order, **sizes):
                 pass

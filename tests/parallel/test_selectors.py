@@ -11,7 +11,7 @@ from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, join_spans, pa
 from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, WorldLayout
 
 # 32 ranks: every axis larger than one, and an expert grid unlike the decoder's.
-SIZES = ParallelSizes.of(32, tp=2, pp=4, cp=2, ep=4, etp=1)
+SIZES = ParallelSizes(tp=2, pp=4, cp=2, ep=4, etp=1, dp=2)
 LAYOUT = WorldLayout(SIZES)
 
 
@@ -61,7 +61,7 @@ def test_per_stage_is_the_lowest_rank_of_each_stage_in_every_order() -> None:
     orders = 0
     for order in permutations(DEFAULT_ORDER.split("-")):
         try:
-            layout = WorldLayout(ParallelSizes.of(32, tp=2, pp=2, cp=2, ep=2, etp=2), "-".join(order))
+            layout = WorldLayout(ParallelSizes(tp=2, pp=2, cp=2, ep=2, etp=2, dp=4), "-".join(order))
         except ValueError:  # Megatron refuses this order for these sizes
             continue
         orders += 1
@@ -122,7 +122,7 @@ def test_what_does_not_exist_is_refused(text: str, message: str) -> None:
 
 def test_an_axis_of_one_says_so() -> None:
     with pytest.raises(ValueError, match="pp has stage 0 only"):
-        parse_selector("pp=1").check(ParallelSizes.of(4))
+        parse_selector("pp=1").check(ParallelSizes(dp=4))
 
 
 def test_without_the_order_an_empty_combination_is_not_guessed() -> None:
@@ -130,7 +130,7 @@ def test_without_the_order_an_empty_combination_is_not_guessed() -> None:
 
 
 def test_a_world_of_131072_ranks() -> None:
-    sizes = ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=64, etp=1)
+    sizes = ParallelSizes(tp=8, pp=16, cp=2, ep=64, etp=1, dp=512)
     layout = WorldLayout(sizes)
     for text in ("0", "0-131071", "all", "per-stage", "pp=*,tp=0,dp=0", "ep=63,pp=15"):
         parse_selector(text).check(sizes, layout)
@@ -170,9 +170,9 @@ def brute_force(text: str, layout: WorldLayout) -> list[int]:
 layouts = st.sampled_from(
     [
         LAYOUT,
-        WorldLayout(ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=4, etp=1), "tp-cp-ep-pp-dp"),
-        WorldLayout(ParallelSizes.of(24, tp=2, pp=3, ep=2), "dp-ep-tp-cp-pp"),
-        WorldLayout(ParallelSizes.of(1)),
+        WorldLayout(ParallelSizes(tp=2, pp=2, cp=2, ep=4, etp=1, dp=2), "tp-cp-ep-pp-dp"),
+        WorldLayout(ParallelSizes(tp=2, pp=3, ep=2, dp=4), "dp-ep-tp-cp-pp"),
+        WorldLayout(ParallelSizes()),
     ]
 )
 
@@ -228,4 +228,4 @@ def test_messages_name_the_option_that_was_used() -> None:
     with pytest.raises(ValueError, match=r"^--ranks: 'x'"):
         parse_selector("0,x", "--ranks")
     with pytest.raises(ValueError, match=r"^--profile-ranks: rank 9 in '9' is outside the world"):
-        parse_selector("9").check(ParallelSizes.of(4), option="--profile-ranks")
+        parse_selector("9").check(ParallelSizes(dp=4), option="--profile-ranks")

@@ -98,7 +98,7 @@ def test_each_option_changes_the_trace_and_nothing_else(option: str, adds: set[s
 
 
 def test_all_files_of_a_rank_of_a_large_world_are_in_its_directory(tmp_path: Path) -> None:
-    coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
+    coords = WorldLayout(ParallelSizes(tp=8, dp=256)).coords(1500)
     window = Window("train_actor", None, 7, coords)
     record(tmp_path, window=window, kernels=True, with_stack=True, export=("trace", "stacks"))
     (folder,) = tmp_path.iterdir()

@@ -300,7 +300,7 @@ def test_half_as_many_stages_are_tried_and_named(tmp_path: Path) -> None:
 
 
 def test_no_rank_that_is_slow_gets_the_layers_of_its_neighbour(tmp_path: Path) -> None:
-    layout, slow = WorldLayout(ParallelSizes.of(8, pp=4)), [Slow(rank=3, factor=1.4)]
+    layout, slow = WorldLayout(ParallelSizes(pp=4, dp=2)), [Slow(rank=3, factor=1.4)]
     write_timelines(tmp_path, layout, steps=12, chunk_layers=(2, 2, 2, 2), slow=slow)
     assert "slow rank" in str(as_measured(trial(1, 100, "2+2+2+2"), tmp_path).half_as_deep)
 

@@ -30,7 +30,7 @@ def test_every_directory_with_captures_is_a_place(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_timeline_has_its_first_step_and_no_target(tmp_path: Path) -> None:
-    coords = WorldLayout(ParallelSizes.of(2, pp=2)).coords(0)
+    coords = WorldLayout(ParallelSizes(pp=2)).coords(0)
     files = ("timeline", 0, SUFFIX), ("train_actor", 20, ".pt.trace.json.gz")
     names = [artifact_name(target, None, step, coords, suffix) for target, step, suffix in files]
     (tmp_path / names[0]).touch()
@@ -40,7 +40,7 @@ def test_the_name_of_a_timeline_has_its_first_step_and_no_target(tmp_path: Path)
 
 
 def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(4096, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=2048))
     for rank in (0, 1500, 4000):
         coords = layout.coords(rank)
         folder = tmp_path / shard(coords)

@@ -315,7 +315,7 @@ def status(layout: WorldLayout, rank: int, compute: float) -> RankStatus:
 
 
 def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(16384, pp=16))
+    layout = WorldLayout(ParallelSizes(pp=16, dp=1024))
     run = RunRecord.new(layout.coords(0), layout, None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
@@ -339,7 +339,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
 def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     tmp_path: Path, state: str, longer: float, waits: float | None, colour: str
 ) -> None:
-    layout = WorldLayout(ParallelSizes.of(4, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=2))
     run = RunRecord.new(layout.coords(0), layout, None, 1.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * longer) for rank in range(4)}
     statuses[3] = replace(statuses[3], waits=waits)

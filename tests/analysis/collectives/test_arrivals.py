@@ -97,7 +97,7 @@ GROUP = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP
 
 def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArray[np.int64]], **other: Any) -> Table:
     """The table of two ranks that wait for each other, whose collectives have ``values(rank, step)``."""
-    layout = WorldLayout(ParallelSizes.of(2, **{axis: 2}))
+    layout = WorldLayout(ParallelSizes(dp=2 if axis == "ep" else 1, **{axis: 2}))
     paths = write_timelines(directory, layout, steps=other.get("steps", 24), noise=0.01)
     for path in paths:
         timeline = read_timeline(path)

@@ -18,7 +18,7 @@ from tests.analysis.tables import tables_in
 
 #: Before the first backward of each stage, less its forwards.
 WARM_UP_MS = (90.6, 80.5, 30.4, 40.3)
-LAYOUT = WorldLayout(ParallelSizes.of(4, pp=4))
+LAYOUT = WorldLayout(ParallelSizes(pp=4))
 
 
 def report_of(directory: Path, layout: WorldLayout = LAYOUT, **options: Any) -> TargetReport:
@@ -54,14 +54,14 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
 
 
 def test_interleaved_chunks(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2, pp=2, vpp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, vpp=2))
     target = report_of(tmp_path, layout, microbatches=4, chunk_layers=[2, 2])
     assert [len(stage.chunks) for stage in target.stages] == [2, 2]
     assert [stage.compute_ms.mean for stage in target.stages if stage.compute_ms] == pytest.approx([120] * 2)
 
 
 def test_clocks_of_different_hosts_are_aligned(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=4))
     skewed = report_of(tmp_path / "skewed", layout, skew_ms=500.0)
     exact = report_of(tmp_path / "exact", layout)
     assert [stage.ranks for stage in skewed.stages] == [(0,), (8,), (16,), (24,)]
@@ -73,7 +73,7 @@ def test_clocks_of_different_hosts_are_aligned(tmp_path: Path) -> None:
 
 
 def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=2))
+    layout = WorldLayout(ParallelSizes(tp=2, pp=2, cp=2, ep=2, dp=2))
     measured = report_of(tmp_path, layout)
     for stage in measured.stages:
         missing = [axis for axis, exposed in stage.exposed_ms.items() if exposed is None]
@@ -165,7 +165,7 @@ def test_first_steps_are_left_out_only_if_they_are_longer(
 
 
 def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_cause(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(8, pp=4))
+    layout = WorldLayout(ParallelSizes(pp=4, dp=2))
     target = report_of(tmp_path, layout, noise=0.01, slow=[Slow(rank=4, from_step=10, factor=1.5)])
     assert [stage.ranks for stage in target.stages] == [(1,), (3,), (5,), (7,)]
     assert target.slowest_stage is None
@@ -185,7 +185,7 @@ def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_caus
 
 def test_of_incomplete_pipelines_the_one_with_most_stages_is_shown(tmp_path: Path) -> None:
     """What is known of its stages stays known, and nothing is named."""
-    layout = WorldLayout(ParallelSizes.of(8, pp=4))
+    layout = WorldLayout(ParallelSizes(pp=4, dp=2))
     seen = [layout.rank_of(tp=0, cp=0, dp=dp, pp=pp) for dp, pp in ((0, 1), (1, 0), (1, 2))]
     target = report_of(tmp_path, layout, ranks=seen)
     assert [(stage.pp, stage.ranks) for stage in target.stages] == [(0, (1,)), (2, (5,))]
@@ -196,7 +196,7 @@ def test_of_incomplete_pipelines_the_one_with_most_stages_is_shown(tmp_path: Pat
 
 
 def test_timelines_give_the_times_where_there_are_both(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2))
     write_timelines(tmp_path / "alone", layout, steps=40, microbatches=4, noise=0.0)
     write_timelines(tmp_path / "both", layout, steps=40, microbatches=4, noise=0.0)
     pipeline(tmp_path / "both", [4, 4])
@@ -229,7 +229,7 @@ def test_a_step_that_ran_again_counts_as_it_ran_last(tmp_path: Path) -> None:
 
 
 def test_steps_that_the_gpu_began_late_are_aligned_by_their_phases(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
+    layout = WorldLayout(ParallelSizes(tp=8, pp=4))
     late = report_of(tmp_path / "late", layout, skew_ms=50.0, device_clock=True)
     exact = report_of(tmp_path / "exact", layout)
     assert late.step_time_ms is not None
@@ -243,7 +243,7 @@ def test_steps_that_the_gpu_began_late_are_aligned_by_their_phases(tmp_path: Pat
 
 
 def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2))
+    layout = WorldLayout(ParallelSizes(tp=2, pp=2, dp=4))
     seen = [rank for rank in range(16) if layout.coords(rank).tp == 0 and layout.coords(rank).dp != 2]
     slow = [Slow(rank=layout.rank_of(tp=0, cp=0, dp=1, pp=0), factor=1.8)]
     write_timelines(tmp_path, layout, steps=40, microbatches=8, slow=slow, ranks=seen)
@@ -255,7 +255,7 @@ def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_pat
 
 def test_a_slow_rank_costs_what_the_step_takes_longer_than_without_it(tmp_path: Path) -> None:
     """The stages are those of a pipeline without it."""
-    layout = WorldLayout(ParallelSizes.of(16, pp=4))
+    layout = WorldLayout(ParallelSizes(pp=4, dp=4))
     rank = layout.rank_of(tp=0, cp=0, dp=2, pp=1)
     job: dict[str, Any] = {"steps": 60, "noise": 0.01}
     slow = report_of(tmp_path / "slow", layout, slow=[Slow(rank=rank, factor=1.6)], **job)
@@ -272,7 +272,7 @@ def test_a_slow_rank_costs_what_the_step_takes_longer_than_without_it(tmp_path: 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_all_slow_ranks_are_named(tmp_path: Path, tp: int) -> None:
-    layout = WorldLayout(ParallelSizes.of(16 * tp, tp=tp, pp=4))
+    layout = WorldLayout(ParallelSizes(tp=tp, pp=4, dp=4))
     ranks = [layout.rank_of(tp=0, cp=0, dp=2, pp=1), layout.rank_of(tp=0, cp=0, dp=1, pp=2)]
     slow = [Slow(rank=ranks[0], from_step=10, factor=1.5), Slow(rank=ranks[1], from_step=10, factor=1.3)]
     causes = report_of(tmp_path, layout, steps=60, noise=0.01, slow=slow).causes
@@ -282,7 +282,7 @@ def test_all_slow_ranks_are_named(tmp_path: Path, tp: int) -> None:
 
 
 def test_a_pipeline_without_slow_ranks_is_shown_even_if_more_of_its_ranks_have_other_causes(tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=4)), steps=8, microbatches=8, noise=0.0)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=2)), steps=8, microbatches=8, noise=0.0)
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)
     (slow, *_), waiting = table.ranks[1, :, 0].tolist(), table.ranks[0, 1:3, 0].tolist()
@@ -293,7 +293,7 @@ def test_a_pipeline_without_slow_ranks_is_shown_even_if_more_of_its_ranks_have_o
 
 @pytest.mark.parametrize("captured", [1, 2])
 def test_where_a_replica_was_not_captured_waiting_for_it_is_not_told_apart(captured: int, tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=4)), steps=8, microbatches=8, noise=0.0)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=2)), steps=8, microbatches=8, noise=0.0)
     for path in tmp_path.rglob("*-dp1.*") if captured == 1 else ():
         path.unlink()
     (table,) = tables_in(tmp_path).values()
@@ -309,7 +309,7 @@ def test_a_reduction_that_may_wait_for_a_replica_that_was_not_captured_is_only_a
     tmp_path: Path,
 ) -> None:
     """The one that was not captured is slow. More steps would not tell."""
-    layout = WorldLayout(ParallelSizes.of(8, pp=4))
+    layout = WorldLayout(ParallelSizes(pp=4, dp=2))
     slow = [Slow(rank=layout.rank_of(tp=0, cp=0, dp=1, pp=1), factor=1.6)]
     seen = [rank for rank in range(8) if layout.coords(rank).dp == 0]
     write_timelines(tmp_path, layout, steps=20, microbatches=8, slow=slow, ranks=seen)
@@ -324,7 +324,7 @@ def test_a_reduction_that_may_wait_for_a_replica_that_was_not_captured_is_only_a
 def test_replicas_of_a_large_job_that_are_not_in_its_table_were_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(16, pp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=4)), steps=20, microbatches=8)
     monkeypatch.setattr("megaprof.analysis.table.recorded._MOST_PASSES", 16 * 4 * 16 * 2)
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)

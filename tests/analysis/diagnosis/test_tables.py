@@ -34,7 +34,7 @@ from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw_healthy
 from tests.analysis.truth.pipelines import Fault, Priced
 
-LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=4))
 HOUR = 3600 * 10**9
 
 
@@ -207,7 +207,7 @@ def test_clocks_on_either_side_of_any_moment_are_compared(tmp_path: Path) -> Non
 def test_of_a_large_job_the_slowest_replicas_are_looked_at_and_one_peer_stands_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = WorldLayout(ParallelSizes.of(32, pp=2, tp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, tp=2, dp=8))
     write_timelines(tmp_path, layout, steps=40, microbatches=4, slow=[Slow(rank=9, from_step=1, factor=1.5)])
     reading = read_fleet(find_timelines(tmp_path))
     monkeypatch.setattr(recorded, "_MOST_PASSES", 4 * 16 * 2 * 8)
@@ -261,7 +261,7 @@ def profiled(run: Table, **changed: Any) -> Table:
 
 
 def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
     run = replace(table_in(tmp_path), device=True)
     usual = np.median(run.passes, axis=(0, 5), keepdims=True) + 0.0 * run.passes
     contents = {"working": 0.6 * usual[:2, :, :, None], "compute": 0.5 * usual[:2, :, :, None]}
@@ -282,7 +282,7 @@ def test_lengths_are_of_steps_without_a_profiler_and_contents_of_profiled_ones(t
 
 
 def test_nothing_that_a_pass_consists_of_takes_longer_than_the_pass(tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
     run = replace(table_in(tmp_path), device=True)
     traced = profiled(run, exposed={"tp": run.passes[:2]}, spent={"host_bound": run.core_waits[:2]})
     joined = completed(run, traced)
@@ -293,7 +293,7 @@ def test_nothing_that_a_pass_consists_of_takes_longer_than_the_pass(tmp_path: Pa
 
 
 def test_on_a_cpu_a_profiler_makes_compute_longer_too(tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)
     joined = completed(run, profiled(run, exposed={"tp": 0.1 * run.passes[:2]}))
     assert joined is not None
@@ -307,7 +307,7 @@ def test_on_a_cpu_a_profiler_makes_compute_longer_too(tmp_path: Path) -> None:
 
 
 def test_instruments_that_do_not_show_the_same_passes_are_not_joined(tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)
     fewer = run.schedule._replace(microbatches=4)
     assert completed(run, profiled(run, schedule=fewer)) is None

@@ -14,8 +14,8 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes, of_fleet
 
-PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
-EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
+PIPELINE = WorldLayout(ParallelSizes(pp=4, dp=8))
+EXPERTS = WorldLayout(ParallelSizes(tp=2, pp=2, ep=4, dp=16))
 WARM_UP = Slow(from_step=0, until_step=4, factor=6)
 CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
 
@@ -47,7 +47,7 @@ def test_steps_around_windows_are_no_run(tmp_path: Path) -> None:
 
 
 def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(8, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2, dp=4))
     fleet = fleet_of(tmp_path, layout, steps=3000, events=False, slow=[Slow(rank=2, from_step=1500, factor=1.2)])
     assert fleet.width == 15
     assert len(fleet.buckets) == 200
@@ -65,7 +65,7 @@ def test_a_slow_stage_is_told_from_when_on(tmp_path: Path) -> None:
 
 
 def test_two_stages_of_one_rank_each(tmp_path: Path) -> None:
-    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    layout = WorldLayout(ParallelSizes(pp=2))
     fleet = fleet_of(tmp_path, layout, slow=[Slow(rank=1, from_step=50, factor=1.25)])
     assert {stage.pp: [s.step for s in stage.shifts] for stage in fleet.stages} == {0: [], 1: [50]}
 
@@ -106,7 +106,7 @@ def test_what_ended_is_told_with_both_ends_and_last(tmp_path: Path) -> None:
         (PIPELINE, 0.02, 0.0),
         (PIPELINE, 0.15, 0.05),
         (EXPERTS, 0.05, 0.02),
-        (WorldLayout(ParallelSizes.of(2)), 0.2, 0.02),
+        (WorldLayout(ParallelSizes(dp=2)), 0.2, 0.02),
     ],
     ids=["quiet", "noisy", "experts", "two ranks"],
 )

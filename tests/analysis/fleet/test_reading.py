@@ -22,7 +22,7 @@ from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import notes
 from tests.formats.step_records import StepRecord, step_record
 
-LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
 
 
 def write(directory: Path, **options: object) -> list[Path]:
@@ -116,7 +116,7 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
 
 
 def test_ranks_without_common_steps_take_no_more_memory(tmp_path: Path) -> None:
-    together = write_timelines(tmp_path / "together", WorldLayout(ParallelSizes.of(48)), steps=20, microbatches=1)
+    together = write_timelines(tmp_path / "together", WorldLayout(ParallelSizes(dp=48)), steps=20, microbatches=1)
     apart = [tmp_path / path.name for path in together]
     for rank, (path, other) in enumerate(zip(together, apart, strict=True)):
         timeline = format.read_timeline(path)

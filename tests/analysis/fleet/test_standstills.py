@@ -20,7 +20,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import of_fleet
 
-LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
 #: A forward takes 10 ms, so that the passes of one step take a minute.
 HANG = 500.0
 

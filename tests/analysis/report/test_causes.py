@@ -22,9 +22,9 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 
-PIPELINE = WorldLayout(ParallelSizes.of(8, pp=2))
-EXPERTS = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, ep=2))
-TWO_REPLICAS = WorldLayout(ParallelSizes.of(4, pp=2))
+PIPELINE = WorldLayout(ParallelSizes(pp=2, dp=4))
+EXPERTS = WorldLayout(ParallelSizes(tp=2, pp=2, ep=2, dp=4))
+TWO_REPLICAS = WorldLayout(ParallelSizes(pp=2, dp=2))
 STEPS, MICROBATCHES, PASSES_MS = 120, 8, 30.0
 _RANDOM = random.Random(0)
 #: In every step the ranks of another replica are slow.
@@ -89,7 +89,7 @@ def test_the_causes_of_a_run(
         assert cause.price.low < cause.price.value < cause.price.high
 
 
-SIZES = ParallelSizes.of(8, pp=4)
+SIZES = ParallelSizes(pp=4, dp=2)
 MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), None, "one_clock", (), None, ())
 
 

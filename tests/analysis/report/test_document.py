@@ -15,7 +15,7 @@ from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import check
 
-PIPELINE, TENSOR = WorldLayout(ParallelSizes.of(32, pp=4)), WorldLayout(ParallelSizes.of(32, tp=2, pp=4))
+PIPELINE, TENSOR = WorldLayout(ParallelSizes(pp=4, dp=8)), WorldLayout(ParallelSizes(tp=2, pp=4, dp=4))
 
 
 def test_the_json_follows_its_schema_and_gives_back_the_report(tmp_path: Path) -> None:

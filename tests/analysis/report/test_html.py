@@ -163,7 +163,7 @@ def test_of_equal_steps_the_latest_is_drawn_on_the_lowest_rank_of_a_stage(tmp_pa
 
 def test_a_slow_rank_is_drawn_below_the_first_rank_of_its_stage(tmp_path):
     scenarios.write(scenarios.Scenario("slow", layers=(4, 4), slow={1: 1.5}, peers=2, steps=3), tmp_path / "traces")
-    four = WorldLayout(ParallelSizes.of(4, pp=2))
+    four = WorldLayout(ParallelSizes(pp=2, dp=2))
     write_timelines(tmp_path / "timelines", layout=four, steps=20, slow=[Slow(rank=3, factor=1.6)], chunk_layers=[4, 4])
     for name in ("traces", "timelines"):
         report = analyze(tmp_path / name)

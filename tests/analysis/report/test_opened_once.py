@@ -47,7 +47,7 @@ def test_of_recordings_by_others(tmp_path: Path, opened: Counter[str]) -> None:
 
 def test_of_a_run_that_changes_and_stands_still(tmp_path: Path, opened: Counter[str]) -> None:
     slow = [Slow(rank=5, from_step=60, factor=1.5), Slow(rank=3, from_step=20, until_step=20, factor=500.0)]
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=2)), steps=120, microbatches=4, slow=slow)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=4)), steps=120, microbatches=4, slow=slow)
     report = analyze(tmp_path)
     assert report.targets[0].fleet.standstills
     assert report.steps()
@@ -57,7 +57,7 @@ def test_of_a_run_that_changes_and_stands_still(tmp_path: Path, opened: Counter[
 def test_of_more_than_can_be_kept_only_the_ranks_in_the_table_are_opened_again(
     tmp_path: Path, opened: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(8, pp=2)), steps=12, microbatches=4)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=2, dp=4)), steps=12, microbatches=4)
     kept = analyze(tmp_path)
     opened.clear()
     monkeypatch.setattr(reading, "_KEPT", 0)

@@ -276,7 +276,7 @@ def test_a_job_that_is_slower_behind_its_windows_is_told(slower, recorded, tmp_p
     state = "attached: the process has CUDA graphs"
     profiler = {"asked": [recorded], "recorded": [recorded], "cupti": state}
     pipeline(tmp_path, [6, 2], step=12, metadata={"profiler": profiler, "chunks": []})
-    layout, apart = WorldLayout(ParallelSizes.of(2, pp=2)), 10 * 10**9
+    layout, apart = WorldLayout(ParallelSizes(pp=2)), 10 * 10**9
     options = {"forward_ms": (10.0, 8.0), "microbatches": 4}
     write_timelines(tmp_path, layout, steps=12, start_ns=BASE - apart, **options)
     after = {**options, "forward_ms": (10.0 * slower, 8.0), "backward_ms": 20.0 * slower}

@@ -92,7 +92,7 @@ def test_predictions_that_are_noise_are_left_out() -> None:
 
 def test_a_step_without_its_last_stage_is_said_to_be_that() -> None:
     whole = TargetStages(
-        "train_actor", None, ParallelSizes.of(2, pp=2), "1f1b", False, 8, (5,), None, "one_clock", (), None, ()
+        "train_actor", None, ParallelSizes(pp=2), "1f1b", False, 8, (5,), None, "one_clock", (), None, ()
     )
     stage = Stage(pp=0, ranks=(), chunks=())
     told = [sentences.basis(replace(whole, stages=(stage,) * count)) for count in (2, 1)]

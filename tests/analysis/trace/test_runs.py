@@ -22,8 +22,8 @@ from tests.analysis.synthetic import chunk, kinds, plain_stage
 from tests.analysis.tables import tables_in
 from tests.analysis.telling import notes
 
-LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
-TWO, FOUR = ParallelSizes.of(2, pp=2), ParallelSizes.of(4, pp=4)
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
+TWO, FOUR = ParallelSizes(pp=2), ParallelSizes(pp=4)
 DAY = 86_400 * 10**9
 
 
