@@ -14,10 +14,6 @@ from megaprof.runtime.isolation import Suppressed
 INSTALLED = "installed"
 
 
-def _not_armed(**options: Any) -> bool:
-    return True
-
-
 class Armed:
     """The state that the import hooks, the hosts' hooks and the line at the end of a job without hooks share."""
 
@@ -28,10 +24,10 @@ class Armed:
         """When it was armed, in seconds since the epoch."""
         self.place: Any = None
         """The rank's `RankCoords` in Megatron's groups when the hooks were installed; None without such groups."""
-        self.install: Callable[..., bool] = _not_armed
+        self.install: Callable[..., bool] = lambda **options: True
         """Installs the hooks (`megaprof.autoload.arming.install`). Returns False if it is too early, and has to be
         called again. Does nothing in a process that is not armed."""
-        self.finish_job: Callable[[], object] = _not_armed
+        self.finish_job: Callable[[], object] = lambda: None
         """Waits for the files of the job's other processes."""
         self.schedules = SimpleNamespace()
         """By the name of a schedule: what runs when a host calls it, wherever it has it from. Empty if not armed."""
