@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import megaprof
 from megaprof import ProfileConfig, install_hooks, role
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.capture.process import process
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +90,15 @@ def test_the_kernel_summary_without_a_handle_by_role(one_rank: Any, tmp_path: Pa
     assert (last["role"], actor["role"]) == ("ref", "actor")
     assert dispatch(megaprof.kernel_summary, role="ref") == last
     assert megaprof.kernel_summary("critic") is None
+
+
+def test_the_summary_of_an_older_window_passes_for_no_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(summary: object, *, kernels: bool = True) -> Any:
+        recorder = SimpleNamespace(kernel_summary=lambda timeout, role: summary)
+        return SimpleNamespace(config=SimpleNamespace(kernels=kernels), recorders=[recorder])
+
+    older, newest = {"steps": [0, 0]}, session(None)
+    monkeypatch.setattr(process, "capturers", [session(older), newest])
+    assert megaprof.kernel_summary() is None, "it is still being made"
+    newest.config.kernels = False
+    assert megaprof.kernel_summary() == older
