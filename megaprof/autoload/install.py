@@ -128,7 +128,7 @@ def install_hooks(
     armed.mark(INSTALLED)
     role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(config, role)
-    if not config.enabled or config.never:
+    if not config.enabled or (config.steps_are_none and not config.listens):
         return handle
     owner = process.dispatcher.owner(None if models is None else tuple(map(innermost, models)))
     existing = None if owner is None else owner.handle

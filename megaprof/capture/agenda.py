@@ -56,7 +56,7 @@ class Demand:
     steps: int
     recorders: Sequence[Recorder]
     holding: tuple[str, ...] = ()
-    """Options of its tools that make the profiler hold tensors (`megaprof.capture.compat`)."""
+    """Options of its tools that make the profiler hold tensors (`ProfileConfig.holding`)."""
     seen: bool = False
     """True once the training thread knew of it when call ``first`` began."""
     taken: list[int] = field(default_factory=list)

@@ -12,13 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
-from megaprof.capture import compat
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
 from megaprof.capture.bounds import capturing, watch_host_memory
 from megaprof.capture.messages import say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
-from megaprof.capture.this_rank import ThisRank
+from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
@@ -95,7 +94,6 @@ class Session:
         targets = TARGETS if config.on_demand and config.around_windows else config.target
         self._timed = frozenset((*targets, TRAIN_ACTOR) if TRAIN_OVERALL in targets else targets)
         self._roles = {role}
-        self._held = compat.held_by(config)
         self._offloads = False  # whether a model of a call so far is offloaded manually
         #: The recorders that will be prepared when the running call ends, because the next call is captured.
         self._coming: Sequence[Recorder] = ()
@@ -298,7 +296,7 @@ class Session:
         """Discards an open window of annotated work whose first call shows a model that must not be in one."""
         if opened.step.target != ANNOTATED or opened.call is not None or capturing():
             return
-        if (reason := self._refusal(facts, self._held)) is not None:
+        if (reason := self._refusal(facts, self.config.holding)) is not None:
             logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, reason)
             in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
@@ -311,7 +309,7 @@ class Session:
             elif window is not None:
                 reason = f"a window of {window.step.target} was open in it"
             else:
-                held = self._held if demand is None else demand.holding
+                held = self.config.holding if demand is None else demand.holding
                 refused = self._refusal(facts, held) if step.outlasts_call else None
                 if refused is None:
                     self._open(step, demand)
@@ -324,8 +322,8 @@ class Session:
     def _refusal(self, facts: CallFacts, held: tuple[str, ...]) -> str | None:
         """Returns why no window of a profiler that holds tensors by the options ``held`` may be open between calls;
         None if it may. The models of earlier calls count as well."""
-        self._offloads = self._offloads or (bool(held) and any(map(compat.offloads_manually, facts.chunks)))
-        return compat.refusal(held) if held and self._offloads else None
+        self._offloads = self._offloads or (bool(held) and any(map(offloads_manually, facts.chunks)))
+        return refusal(held) if held and self._offloads else None
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""

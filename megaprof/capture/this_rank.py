@@ -1,14 +1,26 @@
-"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline."""
+"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline; and
+models of which no window may be open between calls.
+
+FSDP2 keeps its parameters in DTensors. So ``model.to("cpu")``, the manual way of offloading, exchanges them with
+``torch.utils.swap_tensors``, which fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
+window is open, torch.profiler holds such references to every tensor that an operator saw, if it records shapes or
+FLOPs. With stacks it holds the parameters of ordinary modules. We have not seen it hold a DTensor then (torch 2.13),
+but nothing promises that it never does. After a window it holds nothing.
+
+Frameworks offload manually inside their loop when models share a GPU. FSDP2's own offload swaps nothing, and neither
+does Megatron, which moves flat buffers.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaprof.capture.compat import check_model
 from megaprof.capture.messages import say_start
-from megaprof.config.options import ProfileConfig
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.config.values import TRAIN_OVERALL
 from megaprof.formats.names import shard
 from megaprof.parallel.machine import local_ranks
 from megaprof.parallel.megatron import (
@@ -64,7 +76,11 @@ class ThisRank:
         timed = config.timeline_selector
         if timed is not None:
             timed.check(coords.sizes, layout, option=config.named("timeline_select"))
-        check_model(config, models or ())
+        lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
+        lasting += [flag("discrete")] * config.discrete
+        # A model does not show whether the host will move it between calls. If it does, an open window makes it crash.
+        if lasting and config.holding and any(map(offloads_manually, models or ())):
+            raise ValueError(f"{' and '.join(lasting)}: {refusal(config.holding)}")
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
         selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
         ranks, local = _selected(selectors, coords, layout), local_ranks() or 1
@@ -128,3 +144,33 @@ def moved(before: RankCoords) -> bool:
         return False
     now = coords_from_parallel_state()
     return replace(now, sizes=replace(now.sizes, vpp=before.sizes.vpp)) != before
+
+
+def refusal(held: tuple[str, ...]) -> str:
+    """Returns why a window whose profiler holds tensors by the options ``held`` must not be open between calls of a
+    model that is offloaded manually."""
+    options = ", ".join(map(flag, held))
+    return (
+        f"with {options} on an FSDP2 model its window would be open between calls, and moving the model to "
+        "the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy (cpu_offload=true), or Megatron, "
+        f"or another target, or drop {options}"
+    )
+
+
+def offloads_manually(model: Any) -> bool:
+    """Returns whether FSDP2 (``fully_shard``) shards ``model``, or a part of it, without ``CPUOffloadPolicy``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, it shards nothing
+    sharded, policy = getattr(fsdp, "FSDPModule", None), getattr(fsdp, "CPUOffloadPolicy", None)
+    if sharded is None or policy is None or not hasattr(model, "modules"):
+        return False
+    return any(isinstance(module, sharded) and not _has_policy(module, policy) for module in model.modules())
+
+
+def _has_policy(module: Any, policy: type) -> bool:
+    """Returns whether the private state of ``module`` says that it offloads by ``policy`` (torch 2.6 to 2.13)."""
+    try:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    except AttributeError:
+        return False
+    return all(group is None or isinstance(getattr(group, "offload_policy", None), policy) for group in groups)

@@ -209,6 +209,12 @@ class ProfileConfig:
         return self.tool != (TIMELINE,)
 
     @property
+    def holding(self) -> tuple[str, ...]:
+        """The options that make the torch profiler hold weak references to tensors (`megaprof.capture.this_rank`)."""
+        names = ("record_shapes", "with_flops", "with_stack") if "torch" in self.tool else ()
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
     def timed(self) -> bool:
         """True if every step goes into a timeline."""
         return TIMELINE in self.tool
@@ -222,11 +228,6 @@ class ProfileConfig:
     def listens(self) -> bool:
         """True if captures can be requested while the job runs."""
         return self.on_demand or self.timed
-
-    @property
-    def never(self) -> bool:
-        """True if the configuration never records anything by itself."""
-        return self.steps_are_none and not self.timed and not self.on_demand
 
     @property
     def steps_are_none(self) -> bool:

@@ -318,8 +318,6 @@ def parse_limit(option: str, text: str) -> tuple[int | None, float]:
     return size, DEFAULT_SHARE
 
 
-# The values of ``--profile-tool``. `megaprof.recorders` has what each of them does.
-
 #: The class of each tool's recorder, imported when the tool is chosen. Recorders stop in this order and start in the
 #: reverse order: nsys is innermost, so that it records neither Kineto's start nor the writing of a trace.
 BUILTIN = {

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from megaprof.capture.agenda import Demand
-from megaprof.capture.compat import held_by
 from megaprof.capture.process import process
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
@@ -76,7 +75,7 @@ def _demanded(request: Request, run: RunRecord, session: Session, directory: str
         config = recorder_config(request, directory)
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
-        demand.role, demand.holding = _role_of(request, session), held_by(config)
+        demand.role, demand.holding = _role_of(request, session), config.holding
         demand.recorders = build_recorders(config, session.writer)
     except (Refused, ValueError) as fault:
         demand.reason, demand.over = str(fault), True

@@ -202,7 +202,7 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
 
 
 def _check(config: ProfileConfig) -> None:
-    if not config.enabled or config.never:
+    if not config.enabled or (config.steps_are_none and not config.listens):
         raise ValueError(f"there is nothing to capture: set {flag('target')}, e.g. to train_actor, and steps")
     if "nsys" not in config.tool:
         raise ValueError(f"{flag('tool')} {' '.join(config.tool)} opens no capture range: use {flag('tool')} nsys")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megaprof import ProfileConfig, annotate, install_hooks
-from megaprof.capture import compat
+from megaprof.capture import session as sessions
 from megaprof.capture.agenda import Demand
-from megaprof.capture.compat import HOLDING, check_model, held_by, offloads_manually
+from megaprof.capture.this_rank import ThisRank, offloads_manually
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
 
@@ -46,7 +46,7 @@ def test_the_crash_is_real(option: str) -> None:
     assert "Expected no weakrefs" in str(crash.value.__cause__)
 
 
-@pytest.mark.parametrize("option", HOLDING)
+@pytest.mark.parametrize("option", ["record_shapes", "with_flops", "with_stack"])
 def test_a_parameter_of_an_ordinary_module_is_held_with_stacks_too(option: str) -> None:
     model = nn.Linear(8, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **{option: True}):
@@ -61,13 +61,17 @@ def test_nothing_is_held_without_those_options() -> None:
     move_under_a_window(profile_memory=True)
 
 
+def check_model(config: ProfileConfig, models: list[nn.Module]) -> None:
+    ThisRank.of(config, None, tuple(models), pipeline=False)
+
+
 def on(**fields: Any) -> ProfileConfig:
     return ProfileConfig(**{"target": ("train_overall",), "dir": "/t", **fields})
 
 
 def test_what_holds_tensors_is_the_torch_profiler() -> None:
-    assert held_by(on(record_shapes=True, with_stack=True)) == ("record_shapes", "with_stack")
-    assert held_by(on(tool=("memory",), with_stack=True)) == ()
+    assert on(record_shapes=True, with_stack=True).holding == ("record_shapes", "with_stack")
+    assert on(tool=("memory",), with_stack=True).holding == ()
 
 
 @pytest.mark.usefixtures("_world")
@@ -104,7 +108,7 @@ class Chunks:
     """What one_rank runs is not FSDP2's: this is, for all that `offloads_manually` looks at."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compat, "offloads_manually", lambda chunk: True)
+        monkeypatch.setattr(sessions, "offloads_manually", lambda chunk: True)
 
 
 @pytest.mark.usefixtures("_world")
