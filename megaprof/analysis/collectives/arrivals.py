@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,27 +84,18 @@ def waited_ms(ranks: Sequence[StepArrivals], pass_ms: float = math.inf) -> dict[
             continue
         if not members[0][1].lengths and len({rank_step.host for rank_step, _ in members}) > 1:
             continue
-        for (rank_step, _), waited in zip(members, _waited(members, pass_ms), strict=True):
+        shift = max(arrivals.shift for _, arrivals in members)
+        numbers = [arrivals.numbers[kept(arrivals.numbers, shift)] for _, arrivals in members]
+        common = reduce(partial(np.intersect1d, assume_unique=True), numbers)  # the collectives that all members kept
+        came_us = []
+        for rank_step, arrivals in members:
+            values_us = arrivals.values[np.searchsorted(arrivals.numbers, common)]
+            host_us = (rank_step.start_ns - members[0][0].start_ns) / 1e3 + values_us
+            came_us.append(-values_us if arrivals.lengths else host_us)  # who comes last has the shortest part
+        for (rank_step, _), since_us in zip(members, came_us, strict=True):
+            waited = _sum_ms(np.max(came_us, axis=0) - since_us, shift, pass_ms)
             waits_ms[rank_step.rank][group.axis] = waits_ms[rank_step.rank].get(group.axis, 0.0) + waited
     return dict(waits_ms)
-
-
-def _waited(members: Sequence[tuple[StepArrivals, Arrivals]], pass_ms: float) -> list[Floats]:
-    """Returns how long each member waited, from the collectives that all members kept."""
-    shift = max(arrivals.shift for _, arrivals in members)
-    common = members[0][1].numbers
-    for _, arrivals in members:
-        common = np.intersect1d(common, arrivals.numbers[kept(arrivals.numbers, shift)], assume_unique=True)
-    first_start_ns = members[0][0].start_ns
-    came_us = np.stack(
-        [
-            # The rank that came last has the shortest part.
-            (-1 if arrivals.lengths else 1) * arrivals.values[np.searchsorted(arrivals.numbers, common)]
-            + (0 if arrivals.lengths else (rank_step.start_ns - first_start_ns) / 1e3)
-            for rank_step, arrivals in members
-        ]
-    )
-    return [_sum_ms(waited_us, shift, pass_ms) for waited_us in came_us.max(axis=0, keepdims=True) - came_us]
 
 
 def _sum_ms(values_us: npt.NDArray[Any], shift: int, pass_ms: float) -> Floats:

@@ -200,7 +200,7 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = (), waits_for: Ma
         tuple(sorted(culprits.values(), key=_since)),
         sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named),
         tuple(unended.values()),
-        (*warnings, *job.disagreements()),
+        (*warnings, *job.disagreements),
         tuple(sorted(held_up.values(), key=_since)),
     )
 
@@ -217,7 +217,7 @@ class _Job:
         #: The collectives in which a rank waits: by group and number, then by rank.
         self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
         #: The numbers of the first collectives that have not ended, by rank and group.
-        self._first: dict[tuple[int, str], int] = {}
+        self.first: dict[tuple[int, str], int] = {}
         exchanges: defaultdict[_Side, list[Operation]] = defaultdict(list)
         groups: defaultdict[str, dict[int, Group]] = defaultdict(dict)
         for rank, dump in sorted(dumps.items()):
@@ -228,15 +228,19 @@ class _Job:
                     exchanges[rank, operation.group, operation.name, operation.peer].append(operation)
                     continue
                 self.calls[operation.group, operation.number][rank] = operation
-                self._first.setdefault((rank, operation.group), operation.number)
+                self.first.setdefault((rank, operation.group), operation.number)
         self._groups = {name: next(iter(by_rank.values())) for name, by_rank in groups.items()}
-        self._member_lists = {
-            name: {group.ranks for group in by_rank.values() if group.ranks} for name, by_rank in groups.items()
-        }
         #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
-        self.members = {
-            name: max(lists, key=len, default=tuple(groups[name])) for name, lists in self._member_lists.items()
-        }
+        self.members: dict[str, tuple[int, ...]] = {}
+        #: A note about each group whose ranks hold different lists of its members.
+        self.disagreements: list[Note] = []
+        for name, by_rank in groups.items():
+            lists = {group.ranks for group in by_rank.values() if group.ranks}
+            self.members[name] = max(lists, key=len, default=tuple(by_rank))
+            if len(lists) > 1:
+                members = (", ".join(map(str, ranks)) for ranks in sorted(lists))
+                names = (self._groups[name].description or name, name, *members)
+                self.disagreements.append(Note("group_differs", names=names))
         #: The other side of each exchange; None if it was not called.
         self._answers: dict[Operation, Operation | None] = {}
         for (caller, group_name, name, peer), operations in exchanges.items():
@@ -260,10 +264,6 @@ class _Job:
     def came(self, rank: int, operation: Operation) -> bool:
         """Returns whether ``rank`` has called this collective of its group."""
         return self._called.get((rank, operation.group), 0) >= operation.number
-
-    def ended(self, rank: int, operation: Operation) -> bool:
-        """Returns whether this collective has ended on ``rank``. Those of a group end in order."""
-        return self.came(rank, operation) and operation.number < self._first.get((rank, operation.group), math.inf)
 
     def waits(self, ranks: Set[int]) -> dict[int, dict[int, Operation]]:
         """Returns the operation in which one of ``ranks`` waits for another rank, by the waiting rank and the rank that
@@ -358,14 +358,6 @@ class _Job:
             (ranks for name, ranks in groups if self._groups[name].description == description and rank in ranks), ()
         )
 
-    def disagreements(self) -> Iterator[Note]:
-        """Yields a note about each group whose ranks hold different lists of its members."""
-        for name, lists in self._member_lists.items():
-            if len(lists) > 1:
-                group = self._groups[name].description or name
-                members = (", ".join(map(str, ranks)) for ranks in sorted(lists))
-                yield Note("group_differs", names=(group, name, *members))
-
 
 #: One direction of the exchanges of a rank in a group: the rank, the group, ``send`` or ``recv``, and the other rank.
 _Side = tuple[int | None, str, str, int | None]
@@ -398,9 +390,11 @@ def _differing(job: _Job) -> Iterator[Culprit]:
 
 
 def _by_device(job: _Job) -> Iterator[tuple[int, Why]]:
-    for (group, _), operations in job.calls.items():
+    for (group, number), operations in job.calls.items():
         first = next(iter(operations.values()))
-        ended = any(job.ended(rank, first) for rank in job.members[group])
+        # The collectives of a group end in order.
+        may_be = (rank for rank in job.members[group] if number < job.first.get((rank, group), math.inf))
+        ended = any(job.came(rank, first) for rank in may_be)
         begun = any(operation.started for operation in operations.values())
         for rank, operation in operations.items():
             if operation is job.dumps[rank].pending[0]:

@@ -230,8 +230,17 @@ class KinetoEvents(Events):
                     of_category = [each for each in of_category if each.name in speaking] if speaking else []
             if category in self._wanted and of_category:
                 self._collect(category, [event for event in of_category if event.ph == "X"])
-            elif name is None or category == INSTANT:
-                self._add_others(of_category)
+            elif name is None or category == INSTANT:  # names of processes, and allocations
+                for event in of_category:
+                    args = event.args
+                    if event.ph == "M" and args.label is not None:
+                        self.processes.add(args.label)
+                    elif event.name == _ALLOCATION and args.device is not None and args.allocated is not None:
+                        possible = math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST
+                        if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
+                            of_device = self.allocations.setdefault(args.device, [])
+                            of_device.append((round(event.ts * 1000), args.allocated))
+                            self._rows += 1
 
     def _collect(self, category: str, events: Sequence[Event]) -> None:
         """Collects what is read of some events. It becomes columns when all of it is there."""
@@ -255,15 +264,3 @@ class KinetoEvents(Events):
             return array("q", values)
         except OverflowError:  # the file is hostile
             return [value if abs(value) < LONGEST else 0 for value in values]
-
-    def _add_others(self, events: Sequence[Event]) -> None:
-        """Adds allocations and the names of processes."""
-        for event in events:
-            args = event.args
-            if event.ph == "M" and args.label is not None:
-                self.processes.add(args.label)
-            elif event.name == _ALLOCATION and args.device is not None and args.allocated is not None:
-                possible = math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST
-                if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
-                    self.allocations.setdefault(args.device, []).append((round(event.ts * 1000), args.allocated))
-                    self._rows += 1

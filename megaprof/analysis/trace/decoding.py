@@ -88,15 +88,12 @@ _value_in = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_d
 _CUT_OFF = 16
 
 
+#: Why text is damaged that ends inside a value.
+_TRUNCATED = "it is truncated: its JSON ends too early"
+
+
 class _Damaged(Exception):
     """The text is not JSON from some place on; the message says why."""
-
-
-class _Truncated(_Damaged):
-    """The text ends inside a value."""
-
-    def __init__(self) -> None:
-        super().__init__("it is truncated: its JSON ends too early")
 
 
 class Document(Generic[Anything]):
@@ -143,7 +140,7 @@ class Document(Generic[Anything]):
             text.passes(b",")
             name = text.value()
             if not text.passes(b":"):
-                raise _Truncated if text.peek() is None else _Damaged("it is not JSON: it has a name without a value")
+                raise _Damaged(_TRUNCATED if text.peek() is None else "it is not JSON: it has a name without a value")
             if name == b'"rocprofiler-sdk-tool"':
                 raise Undecodable("it is a file of rocprofv3, which megaprof does not read")
             if name == b'"traceEvents"':
@@ -160,24 +157,18 @@ class Document(Generic[Anything]):
 
     def _list(self) -> Iterator[list[Anything]]:
         """Yields the events up to the end of the list, and goes past it."""
-        while not self._text.passes(b"]"):
-            self._text.passes(b",")
-            events = self._up_to_border()
-            yield from [events] if events is not None else self._one_by_one()
-
-    def _up_to_border(self) -> list[Anything] | None:
-        """Returns the next events, cut at the last border; None if they do not decode that way."""
-        text, border = self._text, self._border
-        if border is None:
-            return None
-        text.more(PIECE)
-        end = text.data.rfind(border, text.at)
-        if end < 0:
-            return None
-        events = self._decoded(memoryview(text.data)[text.at : end], b"}")
-        if events is not None:
-            text.at = end + 1
-        return events
+        text, end = self._text, -1
+        while not text.passes(b"]"):
+            text.passes(b",")
+            if self._border is not None:
+                text.more(PIECE)
+                end = text.data.rfind(self._border, text.at)
+            events = self._decoded(memoryview(text.data)[text.at : end], b"}") if end >= 0 else None
+            if events is None:  # they have no border, or do not decode if they are cut at the last one
+                yield from self._one_by_one()
+            else:
+                text.at = end + 1
+                yield events
 
     def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
         """Returns the events in a part of the list; None if it does not decode."""
@@ -201,7 +192,7 @@ class Document(Generic[Anything]):
                 damage = fault
                 # The next border is where an event would end.
                 end = -1 if self._border is None else text.data.find(self._border, text.at + 1)
-                if not isinstance(fault, _Truncated) and end >= 0:
+                if str(fault) != _TRUNCATED and end >= 0:
                     damage, text.at = None, end + 1
                     self.unreadable += 1
             match = _BORDER.match(text.data, text.at - 1)
@@ -283,13 +274,13 @@ class _Text:
     def value(self) -> bytes:
         """Moves past the value that begins here, and returns its text."""
         if self.peek() is None:
-            raise _Truncated
+            raise _Damaged(_TRUNCATED)
         end = self._end()
         # Twice as much text each time, so that a long value is not scanned too often.
         while (end is None or _MAY_GO_ON.match(self.data, end)) and self.more(2 * (len(self.data) - self.at)):
             end = self._end()
         if end is None:
-            raise _Truncated
+            raise _Damaged(_TRUNCATED)
         value, self.at = self.data[self.at : end], end
         return value
 

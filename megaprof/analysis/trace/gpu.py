@@ -207,11 +207,12 @@ def allocations(events: KinetoEvents) -> Allocations | None:
     device, rows = max(events.allocations.items(), key=lambda entry: max(allocated for _, allocated in entry[1]))
     times, allocated = np.array(sorted(rows), dtype=np.int64).T
     try:
-        devices = msgspec.json.decode(events.document.top.get("deviceProperties", b"[]"), type=list[_Device])
+        devices = msgspec.json.decode(events.document.top.get("deviceProperties", b"[]"), type=list[dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         devices = []
-    capacities = [each.totalGlobalMem for each in devices if each.id == device and each.totalGlobalMem > 0]
-    return Allocations(times + events.base, allocated, next(iter(capacities), None))
+    capacity = next((each.get("totalGlobalMem") for each in devices if each.get("id") == device), None)
+    known = isinstance(capacity, int) and capacity > 0
+    return Allocations(times + events.base, allocated, capacity if known else None)
 
 
 def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | None:
@@ -221,11 +222,6 @@ def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | N
     first, last = np.searchsorted(allocations.times, (start, end))
     call_bytes = allocations.allocated[max(first - 1, 0) : last]
     return Peak(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
-
-
-class _Device(msgspec.Struct):
-    id: int = -1
-    totalGlobalMem: int = 0
 
 
 def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:
