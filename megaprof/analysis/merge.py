@@ -30,8 +30,7 @@ from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, Undecodable
-from megaprof.analysis.trace.reading import Timelines, read, recordings_in, traces_in
-from megaprof.analysis.trace.runs import Runs, runs_in
+from megaprof.analysis.trace.reading import Runs, Timelines, read, recordings_in, runs_in, traces_in
 from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
 from megaprof.analysis.trace.traces import Part, refusing
 from megaprof.formats import ranges

@@ -10,8 +10,7 @@ from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, read_fleet
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import jobs_of, table_of, tables
-from megaprof.analysis.trace.reading import read_all, recordings_in
-from megaprof.analysis.trace.runs import runs_in
+from megaprof.analysis.trace.reading import read_all, recordings_in, runs_in
 from megaprof.analysis.trace.steps import TracedStep
 
 

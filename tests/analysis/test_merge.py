@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from megaprof.analysis.merge import MARK, merge
-from megaprof.analysis.trace.runs import NoSuchRun
+from megaprof.analysis.trace.reading import NoSuchRun
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder

@@ -12,8 +12,7 @@ import torch
 
 from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
-from megaprof.analysis.trace.reading import Timelines, find_timelines
-from megaprof.analysis.trace.runs import runs_in
+from megaprof.analysis.trace.reading import Timelines, find_timelines, runs_in
 from megaprof.autoload.install import Handle
 from megaprof.capture import profiler
 from megaprof.capture import session as sessions

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_median
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.reading import Progress, Timelines, Workers, in_processes
-from megaprof.analysis.trace.runs import Runs, runs_in
+from megaprof.analysis.trace.reading import Progress, Runs, Timelines, Workers, in_processes, runs_in
 from megaprof.analysis.trace.steps import grouped
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format

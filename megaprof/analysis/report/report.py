@@ -38,10 +38,10 @@ from megaprof.analysis.trace.reading import (
     Workers,
     read_all,
     recordings_in,
+    runs_in,
 )
 from megaprof.analysis.trace.reading import NoCluster as NoCluster
-from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
-from megaprof.analysis.trace.runs import runs_in
+from megaprof.analysis.trace.reading import NoSuchRun as NoSuchRun
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats.inputs import files_below, place

@@ -13,8 +13,7 @@ from rich.console import Console
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.trace.reading import find_timelines
-from megaprof.analysis.trace.runs import NoSuchRun, Piece, Runs, runs_of
+from megaprof.analysis.trace.reading import NoSuchRun, Piece, Runs, find_timelines, runs_of
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
