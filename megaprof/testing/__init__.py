@@ -7,15 +7,13 @@ docs/reference.md has a complete test of an integration.
 `cpu_megatron` alone is enough to run a model of your own.
 """
 
-from megaprof.testing.cpu import Patch, cpu_megatron, cpu_patches
-from megaprof.testing.gpt import BuiltGPT, build
+from megaprof.testing.cpu import cpu_megatron, cpu_patches
+from megaprof.testing.gpt import BuiltGPT, GPTWorkload, build
 from megaprof.testing.launcher import RankReport, RanksFailed, init_distributed, run_ranks
-from megaprof.testing.workload import GPTWorkload
 
 __all__ = [
     "BuiltGPT",
     "GPTWorkload",
-    "Patch",
     "RankReport",
     "RanksFailed",
     "build",

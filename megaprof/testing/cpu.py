@@ -14,7 +14,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -25,16 +24,8 @@ from torch.overrides import TorchFunctionMode
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Patch:
-    """One attribute to replace: ``target.name`` becomes ``replacement`` while the context is open."""
-
-    target: Any
-    """A module or a class."""
-    name: str
-    """The attribute's name."""
-    replacement: Any
-    """The object that replaces it."""
+#: What replaces one attribute while it is open, ``patch(module or class, name, replacement)``.
+patch = functools.partial(mock.patch.object, create=True)
 
 
 # Dynamo keeps a table of torch's functions and refuses one object under two names, so every replacement is new.
@@ -146,38 +137,6 @@ def _set_rng_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(new_state)
 
 
-def _torch_patches() -> list[Patch]:
-    cuda, streams = torch.cuda, _Streams()
-    on_cuda: dict[str, Any] = {
-        "is_available": constant(False),
-        "device_count": constant(0),
-        "current_device": constant(0),
-        "set_device": constant(None),
-        "device": constant(contextlib.nullcontext()),
-        "synchronize": constant(None),
-        "Stream": _Stream,
-        "Event": _Event,
-        "stream": streams.use,
-        "current_stream": lambda *_, **__: streams.current,
-        "default_stream": lambda *_, **__: streams.default,
-        "is_current_stream_capturing": constant(False),
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        # Not torch.manual_seed: that one seeds torch.cuda as well, which would lead back here.
-        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
-    }
-    return [
-        *(Patch(cuda, name, replacement) for name, replacement in on_cuda.items()),
-        Patch(cuda.nvtx, "range_push", constant(None)),
-        Patch(cuda.nvtx, "range_pop", constant(None)),
-        Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
-        *(Patch(dist, name, _over_gloo(vars(dist)[name])) for name in ("new_group", "new_subgroups_by_enumeration")),
-        Patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
-        Patch(torch.Tensor, "record_stream", constant(None)),
-        Patch(torch.nn.Module, "cuda", lambda module, *_, **__: module),
-    ]
-
-
 def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
     """Returns a ``__new__`` for megatron-core's torch norm that marks parameters for sequence parallelism.
 
@@ -198,12 +157,13 @@ def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
     return staticmethod(new)
 
 
-def _restoring(owner: Any, *names: str) -> list[Patch]:
+def _restoring(owner: Any, *names: str) -> list[Any]:
     """Returns patches that restore globals which megatron-core fills while the context is open."""
-    return [Patch(owner, name, getattr(owner, name)) for name in names if hasattr(owner, name)]
+    return [patch(owner, name, getattr(owner, name)) for name in names if hasattr(owner, name)]
 
 
-def _megatron_patches() -> list[Patch]:
+def cpu_patches() -> list[Any]:
+    """Returns everything that `cpu_megatron` replaces in this process, for the installed megatron-core."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
@@ -213,12 +173,39 @@ def _megatron_patches() -> list[Patch]:
         """Converts sizes as megatron-core does when it moves them off a GPU; on the CPU they would stay tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
+    streams = _Streams()
+    on_cuda: dict[str, Any] = {
+        "is_available": constant(False),
+        "device_count": constant(0),
+        "current_device": constant(0),
+        "set_device": constant(None),
+        "device": constant(contextlib.nullcontext()),
+        "synchronize": constant(None),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": streams.use,
+        "current_stream": lambda *_, **__: streams.current,
+        "default_stream": lambda *_, **__: streams.default,
+        "is_current_stream_capturing": constant(False),
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        # Not torch.manual_seed: that one seeds torch.cuda as well, which would lead back here.
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+    }
     patches = [
+        *(patch(torch.cuda, name, replacement) for name, replacement in on_cuda.items()),
+        patch(torch.cuda.nvtx, "range_push", constant(None)),
+        patch(torch.cuda.nvtx, "range_pop", constant(None)),
+        patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
+        *(patch(dist, name, _over_gloo(vars(dist)[name])) for name in ("new_group", "new_subgroups_by_enumeration")),
+        patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        patch(torch.Tensor, "record_stream", constant(None)),
+        patch(torch.nn.Module, "cuda", lambda module, *_, **__: module),
         # With the CPU's generator in place of the GPU's, megatron-core's own RNG tracker works, including fork.
-        Patch(random, "_get_cuda_rng_state", _get_rng_state),
-        Patch(random, "_set_cuda_rng_state", _set_rng_state),
-        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", as_host_value),
-        Patch(torch_norm.WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(torch_norm.WrappedTorchNorm)),
+        patch(random, "_get_cuda_rng_state", _get_rng_state),
+        patch(random, "_set_cuda_rng_state", _set_rng_state),
+        patch(token_dispatcher, "maybe_move_tensor_to_cpu", as_host_value),
+        patch(torch_norm.WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(torch_norm.WrappedTorchNorm)),
         *_restoring(random, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
         *_restoring(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
     ]
@@ -228,13 +215,8 @@ def _megatron_patches() -> list[Patch]:
         patches += _restoring(utils, "_COMP_STREAM", "_COMM_STREAM")
     if not hasattr(moe_utils, "te_general_gemm"):
         # Imported from Transformer Engine, which may be missing, yet read unconditionally by the router (0.13+).
-        patches.append(Patch(moe_utils, "te_general_gemm", None))
+        patches.append(patch(moe_utils, "te_general_gemm", None))
     return patches
-
-
-def cpu_patches() -> list[Patch]:
-    """Returns everything that `cpu_megatron` replaces in this process, for the installed megatron-core."""
-    return _torch_patches() + _megatron_patches()
 
 
 @contextlib.contextmanager
@@ -252,10 +234,7 @@ def cpu_megatron() -> Iterator[None]:
     Raises:
         ImportError: megatron-core is not installed.
     """
-    patches = cpu_patches()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for patch in patches:
-            stack.enter_context(mock.patch.object(patch.target, patch.name, patch.replacement, create=True))
-        stack.enter_context(OnCpu())
+        for each in (torch.compiler.set_stance("force_eager"), *cpu_patches(), OnCpu()):
+            stack.enter_context(each)
         yield

@@ -1,7 +1,7 @@
 """A small GPT of megatron-core's own classes, trained by megatron-core's own schedules: something real to measure.
 
-`build` makes the model that a `~megaprof.testing.GPTWorkload` describes, in an initialised process. `BuiltGPT` trains
-it, evaluates it and computes log-probs, as Megatron-LM and the RL frameworks based on it do.
+A `GPTWorkload` describes it: sizes, parallelism, layout, batch. `build` makes that model, in an initialised process.
+`BuiltGPT` trains it, evaluates it and computes log-probs, as Megatron-LM and the RL frameworks based on it do.
 """
 
 from __future__ import annotations
@@ -9,28 +9,143 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaprof.testing.faults import layers, pace
-from megaprof.testing.workload import GPTWorkload
 
 ForwardBackward = Callable[..., list[Any]]
 """What ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns."""
 
 #: With this part of a core, a layer has computed long before 24 ms have passed, and it waits at most so many times.
 _ENOUGH, _MOST_TIMES = 0.25, 8.0
+_DTYPES = ("float32", "bfloat16")
 
 
-def _layout_options(workload: GPTWorkload, field_names: Iterable[str]) -> dict[str, Any]:
-    """Returns the options of TransformerConfig that give this layout. ``field_names``: those that this megatron-core
-    has."""
+@dataclass(frozen=True)
+class GPTWorkload:
+    """Model, parallel sizes and batch of a run. Every value is checked here, before any rank starts.
+
+    Raises ValueError, naming the field, its value and what would be valid.
+    """
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int | None = None
+    """Model chunks per stage, which exchange while they compute (``overlap_p2p_comm``), as in Megatron-LM; None: one,
+    scheduled without interleaving."""
+    ep: int = 1
+    """Expert parallel size."""
+    dp: int | None = None
+    """Data parallel size; None: the smallest that ``ep`` allows."""
+    layers: int = 8
+    """Transformer layers of the whole model."""
+    layout: tuple[int, ...] | None = None
+    """Layers of every chunk, chunk-major (first chunks of all stages, then second chunks, ...), ``pp`` x ``vpp``
+    numbers; None: the same everywhere."""
+    microbatches: int = 4
+    """In one step of one data parallel replica."""
+    micro_batch_size: int = 1
+    """Sequences in a microbatch."""
+    seq_length: int = 128
+    """Tokens in a sequence."""
+    hidden: int = 256
+    """Hidden size. With the defaults, a layer costs far more than the embedding or the output layer."""
+    heads: int = 4
+    """Attention heads."""
+    vocab: int = 128
+    """Vocabulary size."""
+    num_experts: int | None = None
+    """Experts per layer of a mixture of experts; None: dense layers, or 2 x ``ep`` if ep > 1."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while computing, with megatron-core's no_sync around all but the last microbatch."""
+    seed: int = 1234
+    """Seed of weights and data."""
+    dtype: str = "float32"
+    """``float32`` or ``bfloat16``."""
+    layer_ms: tuple[float, float] | None = None
+    """Milliseconds of a layer's forward and of its backward. The layer waits until they have passed, as a host waits
+    for a GPU, so other work on the machine hardly changes them. None: as long as it computes."""
+    patient: bool = False
+    """Whether layers wait longer than ``layer_ms`` on a busy machine: on all ranks, up to 8 times, in proportion to how
+    much less than a quarter of a core a rank got while it started, which Linux counts."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further options of megatron-core's TransformerConfig, which checks them itself."""
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if type(value) is int and value < (0 if each.name == "seed" else 1):
+                raise ValueError(f"{each.name}={value}: must be positive")
+        tp, ep, pieces, layout = self.tp, self.ep, self.pp * (self.vpp or 1), self.layout
+        experts, ms = self.experts, self.layer_ms
+        for is_wrong, message in (
+            (self.dtype not in _DTYPES, f"dtype={self.dtype!r}: must be one of {', '.join(_DTYPES)}"),
+            (self.hidden % self.heads, f"hidden={self.hidden}: must be a multiple of heads={self.heads}"),
+            (self.heads % tp, f"tp={tp}: must divide heads={self.heads}"),
+            (self.vocab % tp, f"tp={tp}: must divide vocab={self.vocab}"),
+            (ms is not None and not all(each >= 0 for each in ms), f"layer_ms={ms}: must not be negative"),
+            ((experts or ep) % ep, f"num_experts={experts}: must be a multiple of ep={ep}"),
+            ((self.dp or ep) % ep, f"dp={self.dp}: must be a multiple of ep={ep}, whose ranks are taken from it"),
+            (
+                layout is None and self.layers % pieces,
+                f"layers={self.layers}: must be a multiple of the {pieces} chunks (pp x vpp), or give a layout",
+            ),
+            (
+                layout is not None and len(layout) != pieces,
+                f"layout={layout}: must have {pieces} numbers (pp x vpp), has {len(layout or ())}",
+            ),
+            (
+                layout is not None and (min(layout, default=-1) < 0 or sum(layout) != self.layers),
+                f"layout={layout}: must be layer counts with sum layers={self.layers}, not {sum(layout or ())}",
+            ),
+            (self.vpp and self.pp == 1, f"vpp={self.vpp}: needs pp > 1, as the interleaved schedule does"),
+            (
+                self.vpp and self.microbatches % self.pp,
+                f"microbatches={self.microbatches}: must be a multiple of pp={self.pp} when vpp is set",
+            ),
+            (
+                self.sequence_parallel and self.seq_length % tp,
+                f"seq_length={self.seq_length}: must be a multiple of tp={tp} with experts",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+
+    @property
+    def experts(self) -> int | None:
+        """Experts per layer; None for dense layers."""
+        return self.num_experts or (2 * self.ep if self.ep > 1 else None)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether sequence parallelism is on: megatron-core demands it if there are experts and tensor parallelism."""
+        return self.tp > 1 and self.experts is not None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that `build` needs."""
+        return self.tp * self.pp * (self.dp or self.ep)
+
+    @property
+    def chunk_layers(self) -> tuple[int, ...]:
+        """Layers of every chunk, chunk-major, even if ``layout`` is None."""
+        pieces = self.pp * (self.vpp or 1)
+        return self.layout or (self.layers // pieces,) * pieces
+
+
+def _layout_options(workload: GPTWorkload) -> dict[str, Any]:
+    """Returns the options of TransformerConfig that give this layout."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     layout, pp, vpp = workload.chunk_layers, workload.pp, workload.vpp or 1
     if len(set(layout)) == 1:
         return {}
@@ -41,8 +156,9 @@ def _layout_options(workload: GPTWorkload, field_names: Iterable[str]) -> dict[s
         if pp > 2:
             options["num_layers_in_last_pipeline_stage"] = stages[-1]
         return options
-    if "pipeline_model_parallel_layout" in field_names:
-        return {"pipeline_model_parallel_layout": workload.layout_string}
+    if "pipeline_model_parallel_layout" in inspect.signature(TransformerConfig).parameters:
+        pieces = ["t" * layers for layers in layout]
+        return {"pipeline_model_parallel_layout": "|".join(["E" + pieces[0], *pieces[1:-1], pieces[-1] + "L"])}
     raise ValueError(
         f"layout={layout}: this megatron-core has no pipeline_model_parallel_layout (0.13+ has); it can only give the "
         f"first and the last of {pp} stages layers of their own, the same in each of a stage's {vpp} chunks"
@@ -53,9 +169,7 @@ def _config(workload: GPTWorkload) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    field_names = {field.name for field in dataclasses.fields(TransformerConfig)}
     dtype = getattr(torch, workload.dtype)
-    overlap_p2p = workload.vpp is not None and workload.overlap_p2p is not False
     options: dict[str, Any] = {
         "num_layers": workload.layers,
         "hidden_size": workload.hidden,
@@ -69,11 +183,11 @@ def _config(workload: GPTWorkload) -> Any:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": True,
-        "variable_seq_lengths": workload.seq_lengths is not None or workload.packs is not None,
-        "overlap_p2p_comm": overlap_p2p,
-        "batch_p2p_comm": not overlap_p2p,
+        "overlap_p2p_comm": workload.vpp is not None,
+        "batch_p2p_comm": workload.vpp is None,
         "num_moe_experts": workload.experts,
-        "moe_token_dispatcher_type": workload.dispatcher,
+        # The all-to-all dispatcher gathers unevenly over TP, which gloo cannot do.
+        "moe_token_dispatcher_type": "allgather" if workload.sequence_parallel else "alltoall",
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -82,12 +196,9 @@ def _config(workload: GPTWorkload) -> Any:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "finalize_model_grads_func": finalize_model_grads,
-        **_layout_options(workload, field_names),
+        **_layout_options(workload),
+        **workload.options,
     }
-    if workload.combined_1f1b:
-        if "overlap_moe_expert_parallel_comm" not in field_names:
-            raise ValueError("combined_1f1b=True: this megatron-core does not have it, 0.14+ does")
-        options["overlap_moe_expert_parallel_comm"] = True
     return TransformerConfig(**options)
 
 
@@ -106,12 +217,9 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         if "vp_stage" in inspect.signature(GPTModel.__init__).parameters:
             stage = {"vp_stage": chunk}
-    layer = get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False)
-    if workload.packs is not None:
-        layer.submodules.self_attention.submodules.core_attention = _PackedAttention
     model = GPTModel(
         config,
-        layer,
+        get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False),
         vocab_size=workload.vocab,
         max_sequence_length=workload.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
@@ -197,6 +305,8 @@ class BuiltGPT:
         chunks: the model chunks, megatron-core's DistributedDataParallel around GPTModel; what a host passes on as
             ``model``.
         config: their TransformerConfig.
+        lengths: tokens in a sequence of each microbatch. They may differ, as in RL frameworks, up to ``seq_length``, if
+            the workload has the option ``variable_seq_lengths``.
         optimizer: AdamW over the chunks' parameters.
         step: the next training step, from 0.
     """
@@ -205,13 +315,9 @@ class BuiltGPT:
         self.workload = workload
         self.config = config
         self.chunks = chunks
+        self.lengths = (workload.seq_length,) * workload.microbatches
         self.optimizer = torch.optim.AdamW(parameter for chunk in chunks for parameter in chunk.parameters())
         self.step = 0
-
-    @property
-    def layer_numbers(self) -> list[list[int]]:
-        """Megatron-core's numbers (from 1, over the whole model) of the layers in each chunk."""
-        return [[layer.layer_number for layer in layers([chunk])] for chunk in self.chunks]
 
     def data_iterator(self, step: int) -> Iterator[Any] | list[Iterator[Any]]:
         """The batches of ``step``, as ``forward_backward_func`` takes them: an iterator, with ``vpp`` one per chunk.
@@ -227,29 +333,19 @@ class BuiltGPT:
         from megatron.core import parallel_state
 
         workload = self.workload
-        replica = parallel_state.get_data_parallel_rank()
         # A generator of its own: data must not move the random state that the model draws from.
-        seed = hashlib.sha256(f"{workload.seed} {step} {replica}".encode()).digest()
+        seed = hashlib.sha256(f"{workload.seed} {step} {parallel_state.get_data_parallel_rank()}".encode()).digest()
         device = next(self.chunks[0].parameters()).device
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
         multiplier = next(number for number in range(5, workload.vocab + 6) if math.gcd(number, workload.vocab) == 1)
-        packs = workload.packs
-        lengths = workload.seq_lengths or (workload.seq_length,) * workload.microbatches
-        if packs is not None:
-            packs = packs[replica * workload.microbatches :][: workload.microbatches] or packs
-            lengths = tuple(map(sum, packs))
-        for number, length in enumerate(lengths):
+        for length in self.lengths:
             tokens = torch.randint(workload.vocab, (workload.micro_batch_size, length), generator=generator).to(device)
-            labels = (tokens * multiplier + 1) % workload.vocab
-            yield (tokens, labels) if packs is None else (tokens, labels, packs[number])
+            yield tokens, (tokens * multiplier + 1) % workload.vocab
 
     @staticmethod
-    def _inputs(tokens: torch.Tensor, packed: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    def _inputs(tokens: torch.Tensor) -> tuple[Any, ...]:
         """Returns the model's positional arguments."""
         length = tokens.shape[1]
-        if packed:
-            positions = torch.cat([torch.arange(one_length, device=tokens.device) for one_length in packed])[None]
-            return tokens, positions, None
         positions = torch.arange(length, device=tokens.device).unsqueeze(0).expand_as(tokens)
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
         return tokens, positions, mask
@@ -258,27 +354,22 @@ class BuiltGPT:
         self, data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron-LM's ``forward_step_func``: (per-token losses, or a schedule plan for combined 1F1B; loss_func)."""
-        tokens, labels, *packs = next(data_iterator)
+        tokens, labels = next(data_iterator)
         run = model.build_schedule_plan if return_schedule_plan else model
-
-        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = output.float().mean()
-            return loss, {"lm loss": loss.detach().clone()}
-
-        return run(*self._inputs(tokens, *packs), labels=labels, **_packed(*packs)), loss_func
+        return run(*self._inputs(tokens), labels=labels), mean_loss
 
     def log_probs_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
         """A ``forward_step_func`` as RL frameworks have it: the model's logits, turned into the labels' log-probs."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        tokens, labels, *packs = next(data_iterator)
+        tokens, labels = next(data_iterator)
 
         def log_probs(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
             by_sequence = logits.float().transpose(0, 1).contiguous()
             losses: torch.Tensor = vocab_parallel_cross_entropy(by_sequence, labels.transpose(0, 1).contiguous())
             return -losses.transpose(0, 1)
 
-        return model(*self._inputs(tokens, *packs), **_packed(*packs)), log_probs
+        return model(*self._inputs(tokens)), log_probs
 
     def _run(self, forward_backward_func: ForwardBackward | None, step: int, **options: Any) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -308,7 +399,7 @@ class BuiltGPT:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._run(forward_backward_func, self.step, forward_only=False)
-        for _, parameter in self._parameters():
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
             parameter.grad = parameter.main_grad.to(parameter.dtype)
         torch.distributed.barrier(parallel_state.get_model_parallel_group())
         self.optimizer.step()
@@ -336,61 +427,8 @@ class BuiltGPT:
         losses = self._run(forward_backward_func, -1, forward_only=True)
         return [loss["lm loss"].item() for loss in losses]
 
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
-        for number, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                yield f"{number}.{name}", parameter
 
-    def parameter_digest(self) -> str:
-        """Returns the sha256 of this rank's parameters, bit by bit."""
-        return _digest((name, parameter.detach()) for name, parameter in self._parameters())
-
-    def gradient_digest(self) -> str:
-        """Returns the sha256 of this rank's reduced gradients of the last step, bit by bit."""
-        return _digest((name, parameter.main_grad) for name, parameter in self._parameters())
-
-
-def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Returns what a model gets for packed sequences."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    if not lengths:
-        return {}
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
-    return {"packed_seq_params": PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)}
-
-
-class _PackedAttention(torch.nn.Module):
-    """Attention over packed sequences on the CPU, which megatron-core's ``DotProductAttention`` refuses there: causal,
-    without dropout. Each sequence is computed by itself, so the time is quadratic in its length, as on a GPU."""
-
-    def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any
-    ) -> None:
-        super().__init__()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
-    ) -> torch.Tensor:
-        """``query``, ``key`` and ``value`` are [token, head, size]; the result is [token, head x size]."""
-        packed = options["packed_seq_params"]
-        # Padding follows the sequence, where none of its tokens attends to it.
-        padded = packed.cu_seqlens_q_padded
-        ends = (packed.cu_seqlens_q if padded is None else padded).tolist()
-        outputs = []
-        for begin, end in itertools.pairwise(ends):
-            if begin == end:  # hosts pad their lists of boundaries
-                continue
-            q, k, v = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
-            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            outputs.append(attended[0].transpose(0, 1).reshape(end - begin, -1))
-        return torch.cat(outputs)
-
-
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()
+def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Megatron-LM's ``loss_func``: the loss of a microbatch, and what is reported of it."""
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}

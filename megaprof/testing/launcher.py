@@ -85,10 +85,6 @@ class RankReport:
         return "\n".join([f"rank {self.rank} {headline}", *(text.rstrip() for text in details if text)])
 
 
-class _Unguarded(BaseException):
-    """``run_ranks`` was called by a script that a rank imports. That script should not catch it."""
-
-
 class RanksFailed(RuntimeError):
     """At least one rank did not return. ``reports`` holds one `RankReport` per rank, in rank order."""
 
@@ -127,11 +123,13 @@ def run_ranks(
             running are given ``GRACE`` seconds after the first failure; then they, and every process that a rank
             started, are killed.
         ValueError: ``world`` or ``timeout`` is not positive.
-        RuntimeError: the script that calls this has no ``if __name__ == "__main__":`` around the call. Every rank
-            imports the script, and would start ranks of its own.
+        RuntimeError: in a rank, if the script that calls this has no ``if __name__ == "__main__":`` around the call.
+            Every rank imports the script, and would start ranks of its own.
     """
     if _importing:
-        raise _Unguarded
+        raise RuntimeError(
+            'run_ranks: every rank imports this script, so the call must stand below `if __name__ == "__main__":`'
+        )
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
     if timeout <= 0:
@@ -156,10 +154,6 @@ def run_ranks(
             stacks = _dump_stacks(running)
         finally:
             _kill(ranks, token)
-        if (job / "unguarded").exists():
-            raise RuntimeError(
-                'run_ranks: every rank imports this script, so the call must stand below `if __name__ == "__main__":`'
-            )
         reports = tuple(rank.report(stacks.get(rank.rank), failed_rank) for rank in ranks)
         if any(report.outcome != "returned" for report in reports):
             raise RanksFailed(reports, timeout)
@@ -323,9 +317,6 @@ def _rank_main(job_directory: str) -> None:
         _importing = False
         fn, args, kwargs = pickle.loads((job / "call").read_bytes())
         result = pickle.dumps(fn(*args, **kwargs))
-    except _Unguarded:
-        (job / "unguarded").touch()
-        sys.exit(1)
     except Exception:
         (job / f"{rank}.error").write_text(traceback.format_exc())
         sys.exit(1)

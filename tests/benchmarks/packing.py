@@ -38,6 +38,7 @@ from megaprof.analysis.what_if.packing import PLANS, Microbatch, Sequences, plan
 from megaprof.testing import GPTWorkload, faults, run_ranks
 from tests.benchmarks.cores import awake
 from tests.benchmarks.whatif import TIME_LIMIT, Outcome, figures, measured_speedup, name, only_first, run_rank, show
+from tests.built import VARIABLE, Packs
 
 #: Sequences of a replica, and its microbatches.
 SEQUENCES, MICROBATCHES = 24, 8
@@ -45,8 +46,8 @@ KINDS = PACED, COMPUTE = ("paced", "compute")
 #: Tokens of the longest sequence, and of a usual one.
 LONGEST = {PACED: (192, 25), COMPUTE: (1536, 200)}
 WORKLOADS = {
-    PACED: GPTWorkload(pp=2, layers=4, hidden=32, microbatches=MICROBATCHES, seq_length=3 * LONGEST[PACED][0]),
-    COMPUTE: GPTWorkload(pp=2, layers=4, hidden=128, microbatches=MICROBATCHES, seq_length=LONGEST[COMPUTE][0]),
+    PACED: GPTWorkload(pp=2, layers=4, hidden=32, seq_length=3 * LONGEST[PACED][0], options=VARIABLE),
+    COMPUTE: GPTWorkload(pp=2, layers=4, hidden=128, seq_length=LONGEST[COMPUTE][0], options=VARIABLE),
 }
 #: Milliseconds of a paced layer's forward, half of its backward's: of a microbatch, of a token, of the square of one.
 FIXED_MS, TOKEN_MS, SQUARE_MS = 4.0, 0.04, 0.0004
@@ -88,14 +89,14 @@ def known_of(directory: Path) -> Sequences:
 def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     """Every capture of a job with its prediction, and what came of it."""
     replicas = 1 + (kind == PACED and job % 2)
-    before = replace(WORKLOADS[kind], dp=replicas, packs=drawn(kind, job, replicas))
-    _run(kind, [("captured", before)], out / "first", 1)
+    before = replace(WORKLOADS[kind], dp=replicas, microbatches=MICROBATCHES), drawn(kind, job, replicas)
+    _run(kind, [("captured", *before)], out / "first", 1)
     known = known_of(out / "first" / name(0, "captured"))
     plans = {each: found for each in PLANS if (found := plan(known, each)) is not None}
     best = max(plans, key=lambda each: plans[each].prediction.speedup.value)
     laid = plans[best].steps[0]
-    after = replace(before, packs=tuple(own for replica in laid for own in replica), microbatches=len(laid[0]))
-    _run(kind, [("captured", before), (best, after)], out / "pairs", repeats)
+    after = replace(before[0], microbatches=len(laid[0])), tuple(own for replica in laid for own in replica)
+    _run(kind, [("captured", *before), (best, *after)], out / "pairs", repeats)
     measured, scatter = measured_speedup(out / "pairs", repeats, "captured", best)
     places = [out / "first" / name(0, "captured"), *(out / "pairs" / name(n, "captured") for n in range(repeats))]
     outcomes = []
@@ -120,7 +121,7 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     return outcomes
 
 
-def _run(kind: str, turns: list[tuple[str, GPTWorkload]], out: Path, rounds: int) -> None:
+def _run(kind: str, turns: list[tuple[str, GPTWorkload, Packs]], out: Path, rounds: int) -> None:
     world, paced = turns[0][1].world_size, pace if kind == PACED else None
     run_ranks(run_rank, world, turns, out, rounds, paced, timeout=TIME_LIMIT, env=ENV, on_line=only_first)
 

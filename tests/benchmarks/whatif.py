@@ -57,6 +57,7 @@ from megaprof.parallel.megatron import language_model
 from megaprof.testing import GPTWorkload, RanksFailed, run_ranks
 from tests.analysis.scenarios import Scenario, write
 from tests.benchmarks.cores import awake, one_busy
+from tests.built import Packs, build_packed
 
 Split = tuple[int, ...]
 
@@ -108,10 +109,13 @@ class Outcome:
 
 
 def run_rank(
-    turns: Sequence[tuple[str, GPTWorkload]], out: Path, rounds: int, paced: Callable[[Sequence[Any]], None] | None
+    turns: Sequence[tuple[str, GPTWorkload] | tuple[str, GPTWorkload, Packs]],
+    out: Path,
+    rounds: int,
+    paced: Callable[[Sequence[Any]], None] | None,
 ) -> None:
-    """One rank: every workload in turn, ``rounds`` times, each with a directory of traces by its name. ``paced`` gives
-    model chunks their times; None: they compute."""
+    """One rank: every workload in turn, with the sequences that its microbatches hold if these are packed, ``rounds``
+    times, each with a directory of traces by its name. ``paced`` gives model chunks their times; None: they compute."""
     import torch.distributed
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -123,12 +127,12 @@ def run_rank(
     steps = ",".join(str(step) for step in range(WARM_UP, WARM_UP + STEPS))
     with cpu_megatron():
         for number in range(rounds):
-            for turn, workload in turns:
+            for turn, workload, *packs in turns:
                 flags = ["--profile-target", "train_actor", "--profile-dir", str(out / name(number, turn))]
                 flags += ["--profile-select", "all"]
                 flags += ["--profile-steps", f"train_actor={steps}"]
                 args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
-                gpt = build(workload)
+                gpt = build_packed(workload, *packs) if packs else build(workload)
                 if paced is not None:
                     paced(gpt.chunks)
                 gc.collect()  # between turns, as `--manual-gc` has it: else some captured step takes 150 ms longer

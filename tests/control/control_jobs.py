@@ -12,6 +12,7 @@ from typing import Any
 
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
+from tests.built import digests
 
 SMALL = GPTWorkload(pp=2, hidden=64, seq_length=32, layers=4, microbatches=4)
 #: Between two steps of a job that is asked, so that it need not be repeated with thousands of them.
@@ -62,7 +63,7 @@ def train(
                 time.sleep(PAUSE if flags else 0)
                 go_on[0] = len(losses) < least or (bool(flags) and not Path(stop).exists())
                 torch.distributed.broadcast(go_on, 0)
-    return losses, gpt.gradient_digest(), gpt.parameter_digest()
+    return losses, *digests(gpt)
 
 
 def _look_often() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron, init_distributed
+from tests.built import digests
 
 WORKLOAD = GPTWorkload(pp=2, layers=2, microbatches=3, hidden=32, seq_length=16, heads=2)
 STEPS = 4
@@ -37,7 +38,7 @@ def numbers(gpt: BuiltGPT, during: Callable[[int], None] = lambda step: None) ->
     for step in range(STEPS):
         during(step)
         losses.append(gpt.train_step())
-    return losses, gpt.gradient_digest(), gpt.parameter_digest()
+    return losses, *digests(gpt)
 
 
 class Lines(logging.Handler):

@@ -16,8 +16,7 @@ from megaprof.autoload.install import install_hooks
 from megaprof.config.options import ProfileConfig
 from megaprof.testing import gpt as building
 from megaprof.testing.cpu import cpu_megatron
-from megaprof.testing.gpt import BuiltGPT
-from megaprof.testing.workload import GPTWorkload
+from megaprof.testing.gpt import BuiltGPT, GPTWorkload
 
 WARM = 4
 """Steps before a part measures."""

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from megaprof.recorders import flight
 from megaprof.testing import faults
-from megaprof.testing.gpt import BuiltGPT, build
-from megaprof.testing.workload import GPTWorkload
+from megaprof.testing.gpt import BuiltGPT, GPTWorkload, build
 from tests.gpu.found import Found, difference
 from tests.gpu.job import WARM, Stopwatch, config, hooked
 from tests.gpu.ranks import joined, together

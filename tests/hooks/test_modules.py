@@ -22,6 +22,7 @@ from megaprof.hooks.modules import sites
 from megaprof.parallel.megatron import describe_chunk
 from megaprof.recorders import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.built import digests, layer_numbers
 
 SMALL: dict[str, Any] = {"hidden": 32, "seq_length": 16, "layers": 4, "microbatches": 4}
 WORKLOADS = {
@@ -56,7 +57,7 @@ def train(workload: GPTWorkload, directory: str) -> dict[str, Any]:
     init_distributed()
     with cpu_megatron():
         gpt = build(workload)
-        return {"layers": gpt.layer_numbers, **compare(gpt, directory, "module")}
+        return {"layers": layer_numbers(gpt), **compare(gpt, directory, "module")}
 
 
 def compare(gpt: Any, directory: str, level: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def parameters(gpt: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def numbers(gpt: Any) -> tuple[Any, ...]:
-    result = gpt.train_step(), gpt.gradient_digest(), gpt.parameter_digest()
+    result = gpt.train_step(), digests(gpt)
     gc.collect()
     tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
     return *result, sum(tensor.grad_fn is not None for tensor in tensors)  # graphs that the step left alive
@@ -116,7 +117,7 @@ def test_every_module_of_every_microbatch_forward_and_backward(name: str, one_ra
     if name in WORKLOADS:
         ranks = run_ranks(train, workload.world_size, workload, str(tmp_path), timeout=180)
     else:
-        ranks = [{"layers": one_rank.layer_numbers, **compare(one_rank, str(tmp_path), "module")}]
+        ranks = [{"layers": layer_numbers(one_rank), **compare(one_rank, str(tmp_path), "module")}]
     for number, rank in enumerate(ranks):
         assert rank["ranged"] == rank["plain"]
         assert rank["changed"] == []

@@ -12,6 +12,7 @@ import pytest
 
 from megaprof.formats.ranges import module_backward, module_range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.built import layer_numbers
 from tests.hooks.test_modules import compare, parents, spans
 
 STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
@@ -30,7 +31,7 @@ def train(workload: GPTWorkload, directory: str) -> dict[str, Any]:
         gpt_layer_specs.get_gpt_layer_local_spec = of_transformer_engine
         gpt = build(workload)
         kinds = {type(module).__name__ for chunk in gpt.chunks for module in chunk.modules()}
-        return {"layers": gpt.layer_numbers, "kinds": kinds, **compare(gpt, directory, "module")}
+        return {"layers": layer_numbers(gpt), "kinds": kinds, **compare(gpt, directory, "module")}
 
 
 @pytest.mark.slow

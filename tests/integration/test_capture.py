@@ -23,6 +23,7 @@ from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.tables import tables_in
+from tests.built import digests, layer_numbers
 from tests.formats.step_records import events_of
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
@@ -30,14 +31,13 @@ WORKLOADS = {
     "pp1": GPTWorkload(**SMALL),
     "pp2": GPTWorkload(pp=2, layout=(3, 1), **SMALL),
     "pp4": GPTWorkload(pp=4, **SMALL),
-    "pp2-vpp2": GPTWorkload(pp=2, vpp=2, **SMALL),
-    "pp2-vpp2-overlap": GPTWorkload(pp=2, vpp=2, overlap_p2p=True, **SMALL),
+    "pp2-vpp2-overlap": GPTWorkload(pp=2, vpp=2, **SMALL),
     "tp2-pp2": GPTWorkload(tp=2, pp=2, **SMALL),
     "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
 }
 QUICK = ("pp2", "pp2-vpp2-overlap")
 EVERY = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS]
-SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overlap": "interleaved"}
+SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2-overlap": "interleaved"}
 STEPS = 3
 
 
@@ -94,14 +94,14 @@ def train(workload: GPTWorkload, flags: list[str]) -> dict[str, Any]:
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
             losses = [gpt.train_step(forward_backward) for _ in range(STEPS)]
-            gradients = gpt.gradient_digest()
+            gradients, _ = digests(gpt)
             log_probs = [tensor.sum().item() for tensor in gpt.log_probs_pass(forward_backward)]
             evaluation = gpt.evaluate(forward_backward)
             losses.append(gpt.train_step(forward_backward))
     return {
         "coords": coords,
-        "layers": list(map(len, gpt.layer_numbers)),
-        "numbers": (losses, gradients, gpt.parameter_digest(), log_probs, evaluation),
+        "layers": list(map(len, layer_numbers(gpt))),
+        "numbers": (losses, gradients, digests(gpt)[1], log_probs, evaluation),
     }
 
 
@@ -218,7 +218,7 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, job: Callable[[
                 "wait_send_next",
             }
             assert bool(exchanges) == (workload.pp > 1)
-            if workload.overlap_p2p and backwards:  # a forward-only pass exchanges and waits at once
+            if workload.vpp and backwards:  # a forward-only pass exchanges and waits at once
                 assert {"wait_recv_prev"} <= exchanges
             assert ("finalize_grads" in {r.label for r in found}) is backwards
 
@@ -278,7 +278,12 @@ def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[
         assert len(timeline.shapes) == 2
 
 
-COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16", **SMALL}
+COMBINED: dict[str, Any] = {
+    "ep": 2,
+    "options": {"overlap_moe_expert_parallel_comm": True},
+    "dtype": "bfloat16",
+    **SMALL,
+}
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from megaprof.formats.facts import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import linger
 from tests.analysis.tables import tables_in
+from tests.built import VARIABLE, build_packed
 
 LENGTHS = (8, 64, 16, 64, 24, 64)
 PACKS = ((8, 56), (64,), (16,), (1, 1, 62), (24,), (30, 30))
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "microbatches": 6, "seq_length": 64}
-ROWS = GPTWorkload(pp=2, seq_lengths=LENGTHS, micro_batch_size=2, **SMALL)
-PACKED = GPTWorkload(pp=2, packs=PACKS, **SMALL)
-REPLICAS = GPTWorkload(dp=2, packs=PACKS, **SMALL)
+ROWS = GPTWorkload(pp=2, micro_batch_size=2, options=VARIABLE, **SMALL)
+PACKED = GPTWorkload(pp=2, options=VARIABLE, **SMALL)
+REPLICAS = GPTWorkload(dp=2, options=VARIABLE, **SMALL)
 
 
 def train(directories: Mapping[str, GPTWorkload]) -> None:
@@ -34,7 +35,9 @@ def train(directories: Mapping[str, GPTWorkload]) -> None:
     init_distributed()
     with cpu_megatron():
         for directory, workload in directories.items():
-            gpt = build(workload)
+            gpt = build(workload) if workload == ROWS else build_packed(workload, PACKS)
+            if workload == ROWS:
+                gpt.lengths = LENGTHS
             wanted = ProfileConfig(
                 ("train_actor", "evaluate"),
                 directory,
@@ -121,8 +124,8 @@ def test_the_work_of_every_microbatch_is_recorded(tmp_path: Path) -> None:
 
 
 def check(directory: Path, workload: GPTWorkload) -> None:
-    packed = workload.packs is not None
-    lengths = workload.packs or tuple((length, length) for length in LENGTHS)
+    packed = workload != ROWS
+    lengths = PACKS if packed else tuple((length, length) for length in LENGTHS)
     expected = [(sum(own), len(own), sum(each * each for each in own)) for own in lengths]
     traces = [read_trace(path).metadata for path in find_traces(directory)]
     assert len(traces) == 2 * workload.world_size

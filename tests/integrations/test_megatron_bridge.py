@@ -19,14 +19,17 @@ import numpy as np
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing import GPTWorkload, cpu_megatron, init_distributed, run_ranks
+from tests.built import VARIABLE, build_packed
 from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
 #: Of the sequences that each microbatch has.
 LENGTHS = ((5, 9, 6), (30,), (3, 4), (21, 2))
-WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=32, packs=LENGTHS)
+WORKLOAD = GPTWorkload(
+    pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=32, options=VARIABLE
+)
 FIRST = 7
 #: Ends a sequence, and fills up.
 END = 0
@@ -56,7 +59,9 @@ class Untimed(nullcontext[None]):
 def train(host: str, data: str, multiple: int) -> None:
     init_distributed()
     with cpu_megatron():
-        gpt = build(WORKLOAD)  # before something stands in for Transformer Engine: megatron-core would use it, too
+        gpt = build_packed(
+            WORKLOAD, LENGTHS
+        )  # before something stands in for Transformer Engine: megatron-core would use it, too
         prepare(host, "transformer_engine")
         drive(gpt, data, multiple)
 

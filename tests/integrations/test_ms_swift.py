@@ -17,13 +17,14 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.built import VARIABLE
 from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 from tests.integrations.patching import apply
 
 pytestmark = pytest.mark.hosts
 
 WORKLOAD = GPTWorkload(
-    pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, seq_lengths=(16,) * 4
+    pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, options=VARIABLE
 )
 FIRST = 5
 LAST = FIRST + 1

@@ -12,7 +12,8 @@ from megaprof.testing import cpu_megatron, cpu_patches
 
 def snapshot() -> dict[tuple[int, str], object]:
     """Every attribute that is ever replaced, as it stands in its owner's own dictionary."""
-    return {(id(patch.target), patch.name): vars(patch.target).get(patch.name) for patch in cpu_patches()}
+    places = ((patch.getter(), patch.attribute) for patch in cpu_patches())
+    return {(id(target), name): vars(target).get(name) for target, name in places}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("from inside")])

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from megaprof.testing.cpu import OnCpu, Patch, constant, cpu_patches, is_cuda
+from megaprof.testing.cpu import OnCpu, constant, cpu_patches, is_cuda, patch
 
 __all__ = ["cpu_process"]
 
@@ -60,12 +60,12 @@ def cpu_process(gpus: int = 1) -> None:
     torch.compiler.set_stance("force_eager")
     torch.jit._state.disable()  # as PYTORCH_JIT=0 does: a script cannot call what stands for torch's functions
     for patches in (cpu_patches, lambda: _gpu(gpus), _devices, _types, _groups):
-        for patch in patches():
-            setattr(patch.target, patch.name, patch.replacement)
+        for each in patches():
+            each.start()
     OnCpu().__enter__()
 
 
-def _gpu(gpus: int) -> list[Patch]:
+def _gpu(gpus: int) -> list[Any]:
     """A GPU in words: it exists, is idle, and has memory."""
     properties = SimpleNamespace(
         name="CPU", total_memory=_BYTES, major=8, minor=0, multi_processor_count=1, uuid="0", warp_size=32
@@ -101,12 +101,12 @@ def _gpu(gpus: int) -> list[Patch]:
     accelerator = {"current_accelerator": None, "current_device_idx": 0, "current_device_index": 0, "device_count": 0}
     accelerator |= dict.fromkeys(("set_device_idx", "set_device_index", "set_stream", "synchronize"))
     return [
-        *(Patch(torch.cuda, name, constant(value)) for name, value in answers.items()),
-        *(Patch(torch.cuda, name, _typed(dtype)) for name, dtype in _TYPED.items()),
-        *(Patch(torch.accelerator, name, constant(value)) for name, value in accelerator.items()),
-        Patch(torch.accelerator, "is_available", constant(False)),
-        Patch(torch.accelerator, "current_stream", lambda *_, **__: torch.cuda.current_stream()),
-        Patch(torch.cuda, "device_count", device_count),
+        *(patch(torch.cuda, name, constant(value)) for name, value in answers.items()),
+        *(patch(torch.cuda, name, _typed(dtype)) for name, dtype in _TYPED.items()),
+        *(patch(torch.accelerator, name, constant(value)) for name, value in accelerator.items()),
+        patch(torch.accelerator, "is_available", constant(False)),
+        patch(torch.accelerator, "current_stream", lambda *_, **__: torch.cuda.current_stream()),
+        patch(torch.cuda, "device_count", device_count),
     ]
 
 
@@ -119,7 +119,7 @@ def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     )
 
 
-def _devices() -> list[Patch]:
+def _devices() -> list[Any]:
     """Returns what makes tensors, in every thread: a ``TorchFunctionMode`` holds for one."""
     constructors = [str(getattr(each, "__name__", "")) for each in _device_constructors()]
     names = [name for name in constructors if callable(getattr(torch, name, None))]
@@ -132,11 +132,11 @@ def _devices() -> list[Patch]:
         return load(f, "cpu" if map_location is None or is_cuda(map_location) else map_location, *args, **kwargs)
 
     return [
-        *(Patch(owner, name, _on_cpu(getattr(owner, name))) for owner, name in makers),
-        Patch(torch, "load", load_on_cpu),
-        Patch(torch.Tensor, "to", _on_cpu(torch.Tensor.to, by_place=True)),
-        Patch(torch._C._nn, "_parse_to", _on_cpu(torch._C._nn._parse_to, by_place=True)),  # of modules and tensordict
-        Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self.clone()),  # a trainer may free what it came from
+        *(patch(owner, name, _on_cpu(getattr(owner, name))) for owner, name in makers),
+        patch(torch, "load", load_on_cpu),
+        patch(torch.Tensor, "to", _on_cpu(torch.Tensor.to, by_place=True)),
+        patch(torch._C._nn, "_parse_to", _on_cpu(torch._C._nn._parse_to, by_place=True)),  # of modules and tensordict
+        patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self.clone()),  # a trainer may free what it came from
     ]
 
 
@@ -155,7 +155,7 @@ def _on_cpu(function: Callable[..., Any], *, by_place: bool = False) -> Callable
     return on_cpu
 
 
-def _types() -> list[Patch]:
+def _types() -> list[Any]:
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -165,7 +165,7 @@ def _types() -> list[Patch]:
             return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)
         return original(self, dtype.replace(".cuda.", ".") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
-    return [Patch(torch.Tensor, "type", type_of)]
+    return [patch(torch.Tensor, "type", type_of)]
 
 
 class _Done:
@@ -178,7 +178,7 @@ class _Done:
         return True
 
 
-def _groups() -> list[Patch]:
+def _groups() -> list[Any]:
     """Gloo in the place of NCCL, by name, and what gloo lacks."""
     module = dist.distributed_c10d
 
@@ -214,4 +214,4 @@ def _groups() -> list[Patch]:
         "all_reduce": all_reduce,
         "barrier": barrier_of_cpus,
     }
-    return [Patch(owner, name, function) for name, function in replaced.items() for owner in (dist, module)]
+    return [patch(owner, name, function) for name, function in replaced.items() for owner in (dist, module)]

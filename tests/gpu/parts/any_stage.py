@@ -19,6 +19,7 @@ from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.analysis.rows import Row, rows
+from tests.built import layer_numbers
 from tests.gpu.fake_world import rank_of
 from tests.gpu.found import Found
 from tests.gpu.job import config, device_of, hooked, shorten, small, steps_from, train
@@ -54,7 +55,7 @@ _JOBS = {
     "PP=2 CP=2 DP=2, rank 6": _Job(6, {"pp": 2, "dp": 4}, "tp0 cp0 ep0 dp1 pp1", cp=2, ends=("output_layer",)),
     "PP=2 VPP=2 EP=2, combined 1F1B": _Job(
         1,
-        {"pp": 2, "vpp": 2, "ep": 2, "combined_1f1b": True},
+        {"pp": 2, "vpp": 2, "ep": 2, "options": {"overlap_moe_expert_parallel_comm": True}},
         "tp0 cp0 ep1 dp1 pp0",
         kind="moe",
         modules=("attention", "router", "token_dispatch", "experts", "token_combine"),
@@ -76,7 +77,7 @@ def run(work: Path, cpu: bool) -> Found:
                 train(gpt, 1)
                 with hooked(gpt, config(directory, cpu, ranges="module", **steps_from(gpt, 1))):
                     train(gpt, 1)
-                layers = gpt.layer_numbers
+                layers = layer_numbers(gpt)
             (path,) = find_traces(directory)
             _compare(found, cpu, name, job, gpt, layers, read_trace(path))
     return found

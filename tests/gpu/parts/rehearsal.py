@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megaprof.analysis.report.report import analyze
 from megaprof.rehearse.links import Link
 from megaprof.rehearse.rehearsal import compared, rehearsed
-from megaprof.testing.gpt import build
-from megaprof.testing.workload import GPTWorkload
+from megaprof.testing.gpt import GPTWorkload, build
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, config, hooked, steps_from, train, workload
 from tests.gpu.ranks import joined, together

@@ -13,6 +13,7 @@ from typing import Any
 from megaprof.analysis.trace.steps import steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import module_backward, module_range
+from tests.built import layer_numbers
 from tests.gpu.found import Found
 from tests.gpu.job import build_with, config, hooked, machine, small, steps_from, train
 
@@ -48,7 +49,7 @@ def run(work: Path, cpu: bool) -> Found:
             every = gpt.workload.microbatches
             wrong = [
                 one
-                for layer in gpt.layer_numbers[0]
+                for layer in layer_numbers(gpt)[0]
                 for part in ("layer", "attention", "mlp")
                 for one in (module_range(part, layer), module_backward(module_range(part, layer)))
                 if names.count(one) != every
