@@ -197,22 +197,20 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     )
 
 
-def rescheduled(replay: Replay, chunks: int, microbatches: int, stages: int | None = None) -> Replay:
-    """Returns the replay with this number of model chunks per stage, microbatches and stages (None: as many as in
-    ``replay``), in the schedule that Megatron then chooses. Raises ValueError if Megatron refuses it."""
+def rescheduled(replay: Replay, chunks: int, microbatches: int) -> Replay:
+    """Returns the replay with this number of model chunks per stage, and of microbatches, in the schedule that Megatron
+    then chooses. Raises ValueError if Megatron refuses it."""
     schedule = replay.schedule
-    stages = stages or schedule.stages
-    if (stages, chunks, microbatches) == (schedule.stages, schedule.chunks, schedule.microbatches):
+    if (chunks, microbatches) == (schedule.chunks, schedule.microbatches):
         return replay
     same_chunks = chunks == schedule.chunks
-    same_stages = stages == schedule.stages
     # By default, Megatron-LM overlaps the exchanges of the interleaved schedule.
     checked = PipelineSchedule.checked(
-        stages,
+        schedule.stages,
         chunks,
         microbatches,
-        name=(schedule.name if same_chunks else "1f1b" if chunks == 1 else "interleaved") if same_stages else None,
-        group_size=schedule.group_size if same_chunks and same_stages and chunks > 1 else None,
+        name=schedule.name if same_chunks else "1f1b" if chunks == 1 else "interleaved",
+        group_size=schedule.group_size if same_chunks and chunks > 1 else None,
         forward_only=schedule.forward_only,
         combined=schedule.combined,
     )

@@ -61,12 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the GPU's memory)",
     )
     parser.add_argument(
-        "--depth",
-        action="store_true",
-        help="when no layout gains any more, also try half as many pipeline stages on the same ranks, with the same "
-        "global batch. Its prediction is less certain",
-    )
-    parser.add_argument(
         "--next",
         nargs="?",
         const=Path(),
@@ -126,14 +120,13 @@ def _earlier_or_new(args: argparse.Namespace) -> Tuning:
     limit = memory_limit(args.memory_limit)
     saving_off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if earlier is None:
-        return Tuning(typed, args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit, depth=args.depth)
+        return Tuning(typed, args.steps or _STEPS, args.trials or _TRIALS, saving_off, limit)
     for name, value in (("steps", args.steps), ("saving_off", saving_off), ("memory_limit", limit)):
         if value not in (None, getattr(earlier, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise UsageError(f"{option}: the trials in --out {args.out} used another value")
     earlier = replace(earlier, trials=(), result=None) if starts_anew else tuning.resumed(earlier, args.out)
-    depth = args.depth or earlier.depth
-    return replace(earlier, most_trials=args.trials or earlier.most_trials, depth=depth, stopped=None, reason=None)
+    return replace(earlier, most_trials=args.trials or earlier.most_trials, stopped=None, reason=None)
 
 
 def memory_limit(text: str | None) -> int | None:

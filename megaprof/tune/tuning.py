@@ -8,25 +8,17 @@ continues from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import ge
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.policy import LEAST, RERUN
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.trace.reading import find_timelines
-from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.what_if import WhatIf, half_as_deep
-from megaprof.formats import timeline as format
 from megaprof.formats.inputs import read_input
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
@@ -54,15 +46,11 @@ class Proposal:
     """The predicted step, in milliseconds."""
     against: int
     """The number of the trial that it was predicted from."""
-    stages: int
-    """Pipeline stages; ``flags`` do not contain their number."""
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to allocate at its peak; None if memory was not measured."""
     more_steps: int = 0
     """The number of further steps of that trial that would show whether the layout gains; 0 if that is known, or if no
     number of steps would show it."""
-    microbatches: int | None = None
-    """Microbatches that each replica must run in the trial; None if their number stays the same."""
     assumes: tuple[str, ...] = ()
     """The assumptions of the prediction, as clauses."""
 
@@ -88,10 +76,7 @@ class Trial:
     stages: int | None = None
     """Pipeline stages that ran."""
     step_ms: Interval | None = None
-    """The measured step, in milliseconds. If the depth differs from that of the first trial, it includes the time by
-    which the gap between steps is longer than in the first trial."""
-    between_ms: float | None = None
-    """Milliseconds from the end of a step to the beginning of the next one; None if no two steps were recorded."""
+    """The measured step, in milliseconds."""
     steps: int | None = None
     """The number of steps that were averaged."""
     memory: tuple[int, ...] | None = None
@@ -106,8 +91,6 @@ class Trial:
     """The advice of its report on other layouts."""
     next: tuple[Proposal, ...] = ()
     """The layouts predicted from it, the best lower end first."""
-    half_as_deep: Proposal | str | None = None
-    """The prediction of half as many stages, or the reason that there is none; None if nothing was predicted."""
     again: int | None = None
     """The number of the trial that it repeats. The faster of the two counts: other work can only make a step longer."""
     more_steps: int = 0
@@ -155,8 +138,6 @@ class Tuning:
     """Words that turn saving off, if the user gave some."""
     memory_limit: int | None = None
     """Bytes that a stage may allocate; None: the memory of its device."""
-    depth: bool = False
-    """True if half as many stages may be tried."""
     trials: tuple[Trial, ...] = ()
     """All trials, in order."""
     stopped: Why | None = None
@@ -189,9 +170,8 @@ class Tuning:
 
     def changed(self, command: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
         """Returns the words of ``command``, the given one or a variant of it, with the layout of ``proposal``."""
-        first, stages = self.trials[0], proposal.stages
-        depth = () if stages == first.stages else ("--pipeline-model-parallel-size", str(stages))
-        return tuple(with_layout(command, (*depth, *proposal.flags), first.framework, first.role, stages))
+        first = self.trials[0]
+        return tuple(with_layout(command, proposal.flags, first.framework, first.role, first.stages or 1))
 
     def repeated(self, trial: Trial) -> bool:
         """Returns whether ``trial`` was run again, or is itself a repetition."""
@@ -200,24 +180,20 @@ class Tuning:
     def having(self, trial: Trial) -> Tuning:
         """Returns the tuning with ``trial``, which replaces the trial with the same number, and with the new result."""
         unchanged = [previous for previous in self.trials if previous.number != trial.number]
-        tuning = replace(self, trials=tuple(sorted([*unchanged, trial], key=lambda item: item.number)))
-        return replace(tuning, result=_result(tuning))
+        tuning = replace(self, trials=tuple(sorted([*unchanged, trial], key=lambda item: item.number)), result=None)
+        best, first_trial = tuning.best, next((trial for trial in tuning.measured if trial.proposal is None), None)
+        if best is None or best.step_ms is None or first_trial is None or first_trial.step_ms is None:
+            return tuning
+        agreements = [trial.as_predicted for trial in tuning.measured if trial.as_predicted is not None]
+        command, speedup = tuning.command, Interval.of(1.0)
+        if best.proposal is not None:
+            command = tuning.changed(tuning.command, best.proposal)
+            speedup = first_trial.step_ms.over(best.step_ms, RERUN)
+        return replace(tuning, result=Result(best.number, speedup, command, (sum(agreements), len(agreements))))
 
 
 def _step(trial: Trial) -> float:
     return trial.step_ms.value if trial.step_ms else 0.0
-
-
-def _result(tuning: Tuning) -> Result | None:
-    best, first_trial = tuning.best, next((trial for trial in tuning.measured if trial.proposal is None), None)
-    if best is None or best.step_ms is None or first_trial is None or first_trial.step_ms is None:
-        return None
-    agreements = [trial.as_predicted for trial in tuning.measured if trial.as_predicted is not None]
-    command, speedup = tuning.command, Interval.of(1.0)
-    if best.proposal is not None:
-        command = tuning.changed(tuning.command, best.proposal)
-        speedup = first_trial.step_ms.over(best.step_ms, RERUN)
-    return Result(best.number, speedup, command, (sum(agreements), len(agreements)))
 
 
 def load(directory: Path) -> Tuning | None:
@@ -272,9 +248,13 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         return tuning.having(_repetition(last_trial, number, directory))
     proposal = best_proposal(tuning)
     if proposal is None:
-        best, more_steps = tuning.best, steps_that_tell(tuning)
-        if best is not None and more_steps:
-            return tuning.having(_repetition(best, number, directory, more_steps))
+        best = tuning.best
+        if best is not None and not tuning.repeated(best):
+            # No layout certainly gains. More steps may show that one does; all remaining trials together are the most.
+            most_steps = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
+            telling = (each.more_steps for each in _untried(tuning, best.next) if each.more_steps <= most_steps)
+            if more_steps := max(telling, default=0):
+                return tuning.having(_repetition(best, number, directory, more_steps))
         return replace(tuning, stopped="nothing_left", reason=None if best is None or best.next else best.says)
     if not may_continue:
         return replace(tuning, stopped="trials_spent")
@@ -289,7 +269,7 @@ def _repetition(trial: Trial, number: int, directory: Path, more_steps: int = 0)
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
     """Returns ``tuning`` with the results of its pending ``trial``, read from the files in ``directory``."""
-    return tuning.having(as_measured(trial, directory, tuning.memory_limit, tuning.trials[0]))
+    return tuning.having(as_measured(trial, directory, tuning.memory_limit))
 
 
 def run(
@@ -317,19 +297,15 @@ def run(
         tuning = completed(tuning, trial, trial_directory)
         measured = tuning.trials[trial.number - 1]
         if ended.outcome != "enough" and (measured.steps or 0) < steps:
-            tuning = tuning.having(_failed(measured, ended, time_limit))
+            outcomes: dict[str, tuple[Outcome, str]] = {
+                "exited": ("failed", f"the command ended with exit code {ended.code}"),
+                "out_of_memory": ("out_of_memory", "memory ran out"),
+                "time_limit": ("time_limit", f"its {time_limit:g} s were over"),
+            }
+            outcome, why = outcomes[ended.outcome]
+            why += f" after {measured.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
+            tuning = tuning.having(replace(measured, step_ms=None, next=(), outcome=outcome, why=why))
         over(tuning.trials[trial.number - 1])
-
-
-def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
-    outcomes: dict[str, tuple[Outcome, str]] = {
-        "exited": ("failed", f"the command ended with exit code {ended.code}"),
-        "out_of_memory": ("out_of_memory", "memory ran out"),
-        "time_limit": ("time_limit", f"its {time_limit:g} s were over"),
-    }
-    outcome, why = outcomes[ended.outcome]
-    why += f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
-    return replace(trial, step_ms=None, next=(), half_as_deep=None, outcome=outcome, why=why)
 
 
 def _free_name(directory: Path, number: int) -> str:
@@ -337,166 +313,85 @@ def _free_name(directory: Path, number: int) -> str:
     return next(name for name in names if not (directory / name).exists())
 
 
-def as_measured(
-    trial: Trial, directory: Path, memory_limit: int | None = None, first_trial: Trial | None = None
-) -> Trial:
+def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> Trial:
     """Returns ``trial`` with the results from its timelines in ``directory``. ``memory_limit``: bytes that a stage may
-    allocate, if that is less than its device has; ``first_trial``: the trial of the command as it was given."""
+    allocate, if that is less than its device has."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
-    pairs = zip(report.targets, report.by_hand, strict=True)
-    target, changeable = next((pair for pair in pairs if pair[0].target == runs.TARGET), (None, None))
+    target = next((each for each in report.targets if each.target == runs.TARGET), None)
     if target is None:
         return replace(trial, outcome="failed", why="no training step was recorded whole")
-    spread = target.step_time_ms
+    spread, what_if = target.step_time_ms, target.what_if
     if spread is None:
         return replace(trial, outcome="failed", why=target.withheld.text if target.withheld else "it has no step time")
-    layout, ms_between = target.what_if.layout, _between_ms(directory)
-    more_between = 0.0
-    if first_trial is not None and first_trial.stages not in (None, target.sizes.pp):
-        more_between = (ms_between or 0.0) - (first_trial.between_ms or 0.0)
     measured = replace(
         trial,
-        layout=layout,
+        layout=what_if.layout,
         stages=target.sizes.pp,
-        step_ms=Interval.of(spread.mean, spread.error).clipped(1e-9) + Interval.of(more_between),
-        between_ms=ms_between,
+        step_ms=Interval.of(spread.mean, spread.error).clipped(1e-9),
         steps=spread.count,
-        memory=target.what_if.allocated,
+        memory=what_if.allocated,
         framework=target.framework,
         role=target.role,
         verdict=target.findings[0].text,
-        says=target.advice.text if target.advice else "; ".join(note.text for note in target.what_if.warnings) or None,
+        says=target.advice.text if target.advice else "; ".join(note.text for note in what_if.warnings) or None,
     )
-    mismatch = trial.proposal and _mismatch(trial.proposal, layout, target.microbatches)
-    if mismatch:
-        return replace(measured, outcome="not_as_asked", why=mismatch, step_ms=None)
-    make_proposal = partial(_proposal, target.what_if, measured, spread.mean, more_between)
-    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
-    proposals = tuple(map(make_proposal, sorted(fitting, key=lambda prediction: -prediction.speedup.low)))
-    half = None if changeable is None else _half_as_deep(changeable, target.causes)
-    half_proposal = make_proposal(half) if isinstance(half, Prediction) else half
-    measured = replace(measured, outcome="measured", next=proposals, half_as_deep=half_proposal)
+    asked = trial.proposal and trial.proposal.layout
+    if asked and what_if.layout not in (None, asked):
+        why = f"it ran with layout {what_if.layout} and not {asked}: the command does not take the options"
+        return replace(measured, outcome="not_as_asked", why=why, step_ms=None)
+    fitting = [each for each in what_if.candidates if each.flags and each.layout and each.fits is not False]
+    proposals = tuple(
+        Proposal(
+            what=name_of(prediction, what_if),
+            layout=prediction.layout or "",
+            flags=prediction.flags,
+            # The measured step that trials are compared by, divided by the predicted speedup.
+            step_ms=Interval.of(spread.mean).over(prediction.speedup),
+            against=trial.number,
+            memory=prediction.needed,
+            more_steps=prediction.more_steps,
+            assumes=tuple(assumptions(prediction)),
+        )
+        for prediction in sorted(fitting, key=lambda prediction: -prediction.speedup.low)
+    )
+    measured = replace(measured, outcome="measured", next=proposals)
     if memory_limit is None or measured.memory is None or max(measured.memory) <= memory_limit:
         return measured
     reason = f"a stage had more than {memory_limit / _GIB:.4g} GiB allocated"
     return replace(measured, outcome="above_limit", why=reason)
 
 
-def _between_ms(directory: Path) -> float | None:
-    """Returns milliseconds from the end of a step to the beginning of the next one (the optimizer, and everything else
-    in the training loop): the median on the rank with the shortest gap, since the gaps of other ranks include waiting
-    for it. None if no rank made two steps."""
-    medians = []
-    for path in find_timelines(directory).paths:
-        with suppress(format.UnreadableTimeline):
-            timeline = format.read_timeline(path)
-            numbers = [number for number, metadata in enumerate(timeline.metadata) if metadata.target == runs.TARGET]
-            steps = timeline.steps[np.isin(timeline.steps["metadata"], numbers)]
-            begins = steps["start_ns"].astype(np.int64)
-            ends = begins + steps["duration"].astype(np.int64) * 1000
-            if len(steps) > 1:
-                medians.append(float(np.median(begins[1:] - ends[:-1])) / 1e6)
-    return min(medians, default=None)
-
-
-def _mismatch(proposal: Proposal, layout: str | None, microbatches: int | None) -> str | None:
-    """Returns why a run is not the proposed one; None if nothing contradicts it."""
-    if layout is not None and layout != proposal.layout:
-        return f"it ran with layout {layout} and not {proposal.layout}: the command does not take the options"
-    if None not in (proposal.microbatches, microbatches) and microbatches != proposal.microbatches:
-        return (
-            f"each replica ran {microbatches} microbatches and not {proposal.microbatches}: the command does not keep "
-            "the batch that all replicas have together"
-        )
-    return None
-
-
 def best_proposal(tuning: Tuning) -> Proposal | None:
-    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end.
-
-    If no layout gains `policy.LEAST` over the best trial at its lower end, returns half as many stages, if they may be
-    tried and gain as much; otherwise None. If a layout was predicted twice, the more certain prediction counts. If no
-    trial keeps the memory limit, any layout that is predicted to keep it counts as a gain.
-    """
-    best = _best(tuning, [proposal for trial in tuning.measured for proposal in trial.next])
-    halves = [trial.half_as_deep for trial in tuning.measured if isinstance(trial.half_as_deep, Proposal)]
-    return _best(tuning, halves) if best is None and tuning.depth else best
-
-
-def _best(tuning: Tuning, proposals: Iterable[Proposal]) -> Proposal | None:
-    best, surest = tuning.best, dict[tuple[int | None, str], Proposal]()
-    for proposal in sorted(_untried(tuning, proposals), key=lambda each: each.step_ms.high - each.step_ms.low):
-        surest.setdefault(_key(proposal), proposal)
+    """Returns what to try next: of all layouts that were predicted and not tried, the one with the best lower end, or
+    None if it does not gain `policy.LEAST` over the best trial at that end. If a layout was predicted twice, the more
+    certain prediction counts. If no trial keeps the memory limit, any layout that is predicted to keep it counts as a
+    gain."""
+    best, surest = tuning.best, dict[str, Proposal]()
+    proposals = _untried(tuning, [proposal for trial in tuning.measured for proposal in trial.next])
+    for proposal in sorted(proposals, key=lambda each: each.step_ms.high - each.step_ms.low):
+        surest.setdefault(proposal.layout, proposal)
     quickest = min(surest.values(), key=lambda proposal: proposal.step_ms.high, default=None)
     if quickest is None or best is None or best.step_ms is None:
         return quickest
     return quickest if quickest.step_ms.high * (1 + LEAST) < best.step_ms.value else None
 
 
-def steps_that_tell(tuning: Tuning) -> int:
-    """Returns how many more steps a repetition of the best trial needs to tell whether layouts gain, when none
-    certainly does; 0 if it was repeated already, or would take longer than all remaining trials together."""
-    best = tuning.best
-    if best is None or tuning.repeated(best):
-        return 0
-    most_steps = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
-    return max((each.more_steps for each in _untried(tuning, best.next) if each.more_steps <= most_steps), default=0)
-
-
-def _key(proposal: Proposal) -> tuple[int | None, str]:
-    """Returns stages and layout: the same pieces may be chunks of fewer stages."""
-    return proposal.stages, proposal.layout
-
-
 def _untried(tuning: Tuning, proposals: Iterable[Proposal]) -> list[Proposal]:
     """Returns the proposals that may still be tried. Leaves out layouts that have been tried, and proposals that need
     at least as much memory on every stage as one that ran out of memory."""
-    outcomes = [(trial.proposal, trial.outcome) for trial in tuning.trials if trial.proposal is not None]
-    tried_keys = {_key(proposal) for proposal, _ in outcomes}
-    tried_keys |= {(trial.stages, trial.layout) for trial in tuning.trials if trial.layout is not None}
-    too_large = [proposal.memory for proposal, outcome in outcomes if outcome == "out_of_memory" and proposal.memory]
-
-    def as_large(needed: tuple[int, ...]) -> bool:
-        same = (memory for memory in too_large if len(memory) == len(needed))
-        return any(all(own >= other for own, other in zip(needed, memory, strict=True)) for memory in same)
-
-    return [each for each in proposals if _key(each) not in tried_keys and not as_large(each.memory or ())]
-
-
-def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more_between: float, prediction: Prediction) -> Proposal:
-    """Returns the proposal to try a prediction. ``step_ms``: the part of the trial's step that a change may shorten, in
-    milliseconds; ``more_between``: the milliseconds that were added to it."""
-    is_depth = prediction.kind == "depth"
-    # The measured step that trials are compared by, divided by the predicted speedup.
-    predicted = Interval.of(step_ms).over(prediction.speedup) + Interval.of(more_between)
-    if is_depth:
-        ms_between = trial.between_ms or 0.0
-        predicted = Interval(predicted.value + ms_between / 2, predicted.low, predicted.high + ms_between)
-    return Proposal(
-        what=name_of(prediction, what_if),
-        layout=prediction.layout or "",
-        flags=prediction.flags,
-        step_ms=predicted,
-        against=trial.number,
-        memory=prediction.needed,
-        more_steps=prediction.more_steps,
-        stages=len(prediction.layers),
-        microbatches=prediction.microbatches if is_depth else None,
-        assumes=tuple(assumptions(prediction)),
-    )
-
-
-def _half_as_deep(changeable: Changeable, causes: Iterable[Cause]) -> Prediction | str:
-    """Returns the prediction of half as many stages, or why there is none."""
-    if any(cause.kind == "slow_rank" for cause in causes):
-        return "a slow rank would hold a neighbour's layers, too"
-    try:
-        half = half_as_deep(changeable)
-    except ValueError as reason:
-        return str(reason)
-    if half.fits is False:
-        return f"a stage of half as many would need {max(half.needed or ()) / _GIB:.4g} GiB"
-    return half
+    tried = {trial.layout for trial in tuning.trials}
+    too_large = []
+    for trial in tuning.trials:
+        if trial.proposal is not None:
+            tried.add(trial.proposal.layout)
+            if trial.outcome == "out_of_memory" and trial.proposal.memory:
+                too_large.append(trial.proposal.memory)
+    return [
+        each
+        for each in proposals
+        if each.layout not in tried
+        and not any(all(map(ge, each.memory, memory)) for memory in too_large if each.memory is not None)
+    ]

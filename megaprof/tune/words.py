@@ -35,28 +35,17 @@ def sentence(tuning: Tuning) -> str:
             return "Nothing gained: no other layout was tried."
         tried = counted(len(tuning.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{agreement}."
-    best, first = tuning.trials[result.trial - 1], tuning.trials[0]
-    outcome = f"{words.speedup(result.speedup)} times as fast: {best.what}{agreement}."
-    if best.stages is None or best.stages == first.stages:
-        return outcome
-    depths = f"{counted(best.stages, 'stage')} instead of {first.stages}"
-    return f"{outcome} This changes the depth of the pipeline: {depths}."
+    return f"{words.speedup(result.speedup)} times as fast: {tuning.trials[result.trial - 1].what}{agreement}."
 
 
 def stopped(tuning: Tuning) -> str | None:
-    """Returns why there are no more trials, and why half as many stages were not tried; None while there are."""
+    """Returns why there are no more trials; None while there are."""
     if tuning.stopped == "trials_spent":
         spent = f"All {counted(tuning.most_trials, 'trial')} are spent"
         return f"{spent}, and another layout is predicted to be faster still."
     if tuning.stopped != "nothing_left":
         return None
-    reasons = [tuning.reason or "no other layout is surely 2 % faster"]
-    half = tuning.best.half_as_deep if tuning.best and tuning.depth else None
-    if isinstance(half, str):
-        reasons.append(f"the depth stays: {half}")
-    elif half is not None and all(trial.proposal != half for trial in tuning.trials):
-        reasons.append(f"the depth stays: {half.what} would take {words.within(half.step_ms)} ms")
-    return " ".join(map(words.sentence, reasons))
+    return words.sentence(tuning.reason or "no other layout is surely 2 % faster")
 
 
 def trials(tuning: Tuning) -> TableView:

@@ -50,8 +50,6 @@ class Case:
     loss: tuple[float, float] = (0.0, 0.0)
     memory: float | None = None
     """GiB that a stage may have, of 2 for a layer and 1 for its activations of a microbatch."""
-    depth: bool = False
-    """Whether half as many stages may be tried."""
 
     def command(self, layout: str) -> list[str]:
         words = [*RANKS, str(len(self.layers)), job.__file__, "--num-layers", str(LAYERS)]
@@ -70,7 +68,6 @@ CASES = {
     "6+2": Case((6, 2)),
     "5+1+1+1, heavy loss": Case((5, 1, 1, 1), (25.0, 17.0)),
     "4+4, the best": Case((4, 4)),
-    "3+2+2+1, heavy loss, or 2 stages": Case((3, 2, 2, 1), (25.0, 17.0), depth=True),
     "2+6 within 15.5 GiB": Case((2, 6), memory=15.5),  # 4+4 has 16, two chunks of it have 18, and 3+5 has 15
 }
 
@@ -102,21 +99,21 @@ def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     case = CASES[name]
     given = format_layout(_pieces(case.layers))
     limit = None if case.memory is None else round(case.memory * (1 << 30))
-    tuned = tuning.Tuning((*case.command(given),), options.steps, 4, memory_limit=limit, depth=case.depth)
+    tuned = tuning.Tuning((*case.command(given),), options.steps, 4, memory_limit=limit)
     (out / "tuned").mkdir(parents=True)
     tuned = tuning.run(tuned, out / "tuned", 300.0, lambda _: None, lambda _: None, _say)
     words.show(tuned, Console(stderr=True))
     if tuned.result is None:
         raise SystemExit(f"{name}: {tuned.reason}")
-    stages, limited = len(case.layers), {_ran(each) for each in tuned.trials if each.outcome == "above_limit"}
-    times = {_ran(each): each.step_ms.value for each in tuned.measured if each.step_ms is not None}
+    limited = {each.layout for each in tuned.trials if each.outcome == "above_limit"}
+    times = {each.layout: each.step_ms.value for each in tuned.measured if each.step_ms is not None}
     for number, pieces in enumerate(_others(case, options.others)):
         layout = format_layout(pieces)
-        if (stages, layout) not in times:
-            times[stages, layout] = _measured(case, layout, out / f"other-{number}", options.steps)
-            print(f"{name}: {layout} {times[stages, layout]:.0f} ms", file=sys.stderr, flush=True)
-    first, best = times[stages, given], min(ms for ran, ms in times.items() if ran not in limited)
-    own = times[_ran(tuned.trials[tuned.result.trial - 1])]
+        if layout not in times:
+            times[layout] = _measured(case, layout, out / f"other-{number}", options.steps)
+            print(f"{name}: {layout} {times[layout]:.0f} ms", file=sys.stderr, flush=True)
+    first, best = times[given], min(ms for ran, ms in times.items() if ran not in limited)
+    own = times[tuned.trials[tuned.result.trial - 1].layout]
     return {
         "trials": len(tuned.trials),
         "speedup": round(first / own, 4),
@@ -124,11 +121,6 @@ def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         "part": round(best / own, 4),
         "inside": list(tuned.result.as_predicted),
     }
-
-
-def _ran(tried: tuning.Trial) -> tuple[int | None, str | None]:
-    """Its stages and its layout: pieces may be stages, or chunks of fewer."""
-    return tried.stages, tried.layout
 
 
 def _say(tried: tuning.Trial) -> None:

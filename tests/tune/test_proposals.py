@@ -19,15 +19,14 @@ from megaprof.tune.tuning import (
     Proposal,
     Trial,
     Tuning,
-    as_measured,
     best_proposal,
     completed,
     load,
     store,
     upcoming,
 )
-from megaprof.tune.words import failures, sentence, show, trials
-from tests.analysis.job_timelines import Slow, write_timelines
+from megaprof.tune.words import failures, show, trials
+from tests.analysis.job_timelines import write_timelines
 from tests.cli.running import megaprof
 
 GIB = 1 << 30
@@ -35,9 +34,8 @@ COMMAND = ("python", "pretrain.py", "--num-layers", "8")
 
 
 def proposal(layout: str, ms: float, reach: float, against: int = 1) -> Proposal:
-    return Proposal(
-        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against, 2
-    )
+    flags = ("--pipeline-model-parallel-layout", layout)
+    return Proposal(layout, layout, flags, Interval(ms, ms - reach, ms + reach), against)
 
 
 def trial(number: int, ms: float, layout: str, *proposals: Proposal, asked: Proposal | None = None) -> Trial:
@@ -255,88 +253,13 @@ def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> N
     assert (found.stopped, found.pending) == ("not_measured", None)
 
 
-def ran_deep(directory: Path, stages: int, replicas: int, microbatches: int, between: float = 0.05) -> None:
-    """Write the timelines of 8 layers of 30 ms on so many stages."""
-    layers = 8 // stages
-    write_timelines(
-        directory,
-        WorldLayout(ParallelSizes(pp=stages, dp=replicas)),
-        steps=12,
-        microbatches=microbatches,
-        forward_ms=10.0 * layers,
-        backward_ms=20.0 * layers,
-        chunk_layers=(layers,) * stages,
-        finalize_ms=0.0,
-        noise=0.002,
-        between=between,
-    )
-
-
-def tuned_deep(directory: Path, microbatches: int, between: float = 0.05) -> Tuning:
-    """A job of 4 stages and 6 microbatches, of which Megatron makes no chunks, and the trial of half as many stages."""
-    found = upcoming(Tuning(COMMAND, 9, 4, depth=True), directory)
-    assert found.pending is not None
-    ran_deep(directory / found.pending.directory, 4, 1, 6)
-    found = upcoming(completed(found, found.pending, directory / found.pending.directory), directory)
-    assert found.pending is not None
-    ran_deep(directory / found.pending.directory, 2, 2, microbatches, between)
-    return upcoming(completed(found, found.pending, directory / found.pending.directory), directory)
-
-
-def test_half_as_many_stages_are_tried_and_named(tmp_path: Path) -> None:
-    found = tuned_deep(tmp_path, 3)
-    first, second = found.trials
-    flags = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "4")
-    assert second.command == (*COMMAND, *flags)
-    assert (first.stages, second.stages, second.layout) == (4, 2, "Et*4|t*4L")
-    assert second.step_ms is not None
-    assert second.step_ms.value == pytest.approx(8 * 60, rel=0.05)  # instead of 9 times 60
-    assert found.result is not None
-    assert (found.result.trial, found.result.as_predicted) == (2, (1, 1))
-    assert found.result.command == (*COMMAND, *flags)
-    assert "2 stages instead of 4" in sentence(found)
-    assert isinstance(second.half_as_deep, str)  # 3 microbatches cannot be halved
-    assert found.stopped == "nothing_left"
-
-
-def test_no_rank_that_is_slow_gets_the_layers_of_its_neighbour(tmp_path: Path) -> None:
-    layout, slow = WorldLayout(ParallelSizes(pp=4, dp=2)), [Slow(rank=3, factor=1.4)]
-    write_timelines(tmp_path, layout, steps=12, chunk_layers=(2, 2, 2, 2), slow=slow)
-    assert "slow rank" in str(as_measured(trial(1, 100, "2+2+2+2"), tmp_path).half_as_deep)
-
-
-def test_half_as_many_stages_that_do_not_keep_the_batch_are_not_as_asked(tmp_path: Path) -> None:
-    found = tuned_deep(tmp_path, 6)
+def test_a_run_in_another_layout_than_the_proposed_one_is_not_as_asked(tmp_path: Path) -> None:
+    found = Tuning(COMMAND, 9, 4)
+    for _ in range(2):
+        found = upcoming(found, tmp_path)
+        assert found.pending is not None
+        ran(tmp_path / found.pending.directory, (6, 2))
+        found = completed(found, found.pending, tmp_path / found.pending.directory)
     assert [each.outcome for each in found.trials] == ["measured", "not_as_asked"]
+    assert "does not take the options" in (found.trials[1].why or "")
     assert (found.result and found.result.command) == COMMAND
-
-
-def test_what_comes_between_steps_counts_for_half_as_many_stages(tmp_path: Path) -> None:
-    found = tuned_deep(tmp_path, 3, between=0.3)
-    first, second, again = found.trials
-    assert first.between_ms == pytest.approx(0.05 * 9 * 60, rel=0.1)
-    assert second.between_ms == pytest.approx(0.3 * 8 * 60, rel=0.1)
-    assert second.step_ms is not None
-    assert second.step_ms.value == pytest.approx(8 * 60 + second.between_ms - (first.between_ms or 0), rel=0.05)
-    assert (found.result and found.result.trial, again.again) == (1, 2)  # it is not as predicted
-
-
-def deep(layout: str, ms: float, reach: float, stages: int) -> Proposal:
-    return replace(proposal(layout, ms, reach), stages=stages)
-
-
-@pytest.mark.parametrize("depth", [True, False])
-def test_a_layout_comes_before_half_as_many_stages(depth: bool) -> None:
-    surer, half = deep("3+2+2+1", 95, 1, 4), deep("4+4", 80, 1, 2)
-    first = replace(trial(1, 100, "2+2+2+2", surer), stages=4, half_as_deep=half)
-    found = replace(tuning(first), depth=depth)
-    assert best_proposal(found) == surer
-    found = found.having(replace(trial(2, 96, "3+2+2+1", asked=surer), stages=4))
-    assert best_proposal(found) == (half if depth else None)
-
-
-def test_the_same_pieces_on_half_as_many_stages_are_another_layout() -> None:
-    half = deep("2+2+2+2", 80, 1, 2)
-    first = replace(trial(1, 100, "2+2+2+2", half), stages=4)
-    assert best_proposal(tuning(first)) == half
-    assert best_proposal(tuning(first, replace(trial(2, 99, "2+2+2+2", asked=half), stages=2))) is None

@@ -20,12 +20,8 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def tune(out: Path, *words: str, options: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return tuned(out, [*RANKS, str(JOB), *GIVEN, *words] if words else [], *options)
-
-
-def tuned(out: Path, command: list[str], *options: object) -> subprocess.CompletedProcess[str]:
-    words = ["--", *command] if command else []
-    arguments = [sys.executable, "-m", "megaprof", "tune", "--out", out, "--steps", 5, *options, *words]
+    command = ["--", *RANKS, str(JOB), *GIVEN, *words] if words else []
+    arguments = [sys.executable, "-m", "megaprof", "tune", "--out", out, "--steps", 5, *options, *command]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **QUIET}
     return subprocess.run(list(map(str, arguments)), capture_output=True, env=env, timeout=500, text=True)
 
@@ -67,23 +63,6 @@ def test_a_job_gets_faster_and_what_it_saved_stays(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["trials"] == found["trials"]
     other = tune(out, "--global-batch-size", "4")
     assert (other.returncode, result(out)["trials"]) == (2, found["trials"])
-
-
-@pytest.mark.slow
-def test_half_as_many_stages_of_the_same_ranks_and_batch(tmp_path: Path) -> None:
-    uneven = ["--loss-ms", "25", "17"]  # more than a layer: no split of 8 layers over 4 stages is even
-    command = [*RANKS[:-1], "4", str(JOB), "--num-layers", "8", "--pipeline-model-parallel-size", "4", *uneven]
-    layout = ["--pipeline-model-parallel-layout", "Et*3|t*2|t*2|tL"]
-    ended = tuned(tmp_path, [*command, *layout], "--depth", "--trials", 2, "--json")
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    check("tune", found)
-    skip_where_too_few_cores(found["trials"])
-    first, second = found["trials"]
-    assert (first["stages"], second["stages"], second["layout"]) == (4, 2, "Et*5|t*3L")
-    assert second["outcome"] == "measured"
-    at = second["command"].index("--pipeline-model-parallel-size")
-    assert second["command"][at + 1] == "2"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Captured steps, replayed as they are and with a change: other contents of chunks, microbatches, exchanges or depth.
+"""Captured steps, replayed as they are and with a change: other contents of chunks, microbatches or exchanges.
 
 The gain of a change is the replay of every captured step minus its replay with the change, both from the same passes:
 a pass is scaled as its content is, with its waits for a core, and the time beyond (stalls, garbage collection, waiting
@@ -30,9 +30,7 @@ from megaprof.analysis.table.table import Floats
 _LONGEST = 4
 
 _Rows: TypeAlias = npt.NDArray[np.intp] | slice
-Kind = Literal[
-    "layout", "chunks", "depth", "balanced", "microbatches", "packing", "even_packing", "by_hand", "recompute"
-]
+Kind = Literal["layout", "chunks", "balanced", "microbatches", "packing", "even_packing", "by_hand", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,14 @@ class Prediction:
 class Change:
     """A change of a step, apart from the contents of its chunks.
 
-    ``replay`` has the changed schedule; with half as many stages, each holds what two neighbours held (`halved`).
-    ``tokens`` are those of a microbatch / those of a captured one. Every exchange takes ``p2p_ms`` milliseconds, or
-    ``exchanges`` times as long as before for None. ``reductions`` is the factor of what comes after the pipeline.
+    ``replay`` has the changed schedule. ``tokens`` are those of a microbatch / those of a captured one. Every exchange
+    takes ``p2p_ms`` milliseconds, or ``exchanges`` times as long as before for None.
     """
 
     replay: Replay
     tokens: float = 1.0
     p2p_ms: float | None = None
     exchanges: float = 1.0
-    reductions: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -113,9 +109,9 @@ class Baseline:
 
     A pass takes ``passes`` for its content, ``exchange`` for what its stage exchanged before it beyond ``link``, and
     ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at ``entry``, and exchanges with the next one
-    in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``tail`` [n] its part after the pipeline,
-    ``replayed_ms`` the average step, replayed. ``content`` [s, c, k] is the time of chunks in the quicker passes, their
-    lower quartile, ``drawn`` [draw, s, c, k] the same in every draw, and ``rows`` [draw] the step of each draw.
+    in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``replayed_ms`` the average step, replayed. ``content``
+    [s, c, k] is the time of chunks in the quicker passes, their lower quartile, ``drawn`` [draw, s, c, k] the same in
+    every draw, and ``rows`` [draw] the step of each draw.
     """
 
     replay: Replay
@@ -125,7 +121,6 @@ class Baseline:
     entry: Floats
     link: Floats
     length: Floats
-    tail: Floats
     replayed_ms: float
     content: Floats
     drawn: Floats
@@ -159,14 +154,14 @@ class Baseline:
     def gain(self, content: Floats, change: Change) -> Floats:
         """Returns [n]: how many milliseconds shorter every step is with other contents [s, c, k] and a change."""
         took = self._longest(slice(None), (content / _positive(self.content, content))[None], change)
-        return self.pipelines_ms - took - (change.reductions - 1.0) * self.tail
+        return self.pipelines_ms - took
 
     def gain_drawn(self, content: Floats, change: Change) -> Floats:
         """Returns [any number of times each draw]: how many milliseconds shorter the step of each draw is, if its
         passes, which are measured and no estimate, change as the contents of that draw do."""
         rows, drawn = np.resize(self.rows, len(content)), np.resize(self.drawn, (len(content), *self.drawn.shape[1:]))
         took = self._longest(rows, content / _positive(drawn, content), change)
-        return self.pipelines_ms[rows] - took - (change.reductions - 1.0) * self.tail[rows]
+        return self.pipelines_ms[rows] - took
 
     @cached_property
     def as_several(self) -> Baseline:
@@ -177,10 +172,8 @@ class Baseline:
             np.stack([values[0][..., block] for block in chosen])
             for values in (self.passes, self.exchange, self.beside)
         )
-        entry, link, tail = (
-            np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link, self.tail)
-        )
-        return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link, tail=tail)
+        entry, link = (np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link))
+        return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link)
 
     def _longest(self, rows: _Rows, ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
@@ -198,8 +191,6 @@ class Baseline:
             beside *= before / after
         times = passes * ratio[:, None, ..., None] + exchange + beside
         entry, link = self.entry[rows], self.link[rows]
-        if change.replay.shape[0] < times.shape[2]:
-            times, entry, link = halved(times, entry, link)
         times = resliced(times, change.replay.shape[3], change.tokens)
         link = link * change.exchanges if change.p2p_ms is None else np.full_like(link, change.p2p_ms)
         return times, entry, link
@@ -256,7 +247,6 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         entry=of_chosen(view.entry),
         link=of_chosen(view.link),
         length=run.table.length - shorter,
-        tail=view.tail,
         replayed_ms=run.replayed_ms - float(shorter.mean()),
         content=view.now[0],
         drawn=run.draws.content.whole * luck[..., None, None],
@@ -270,20 +260,6 @@ def _positive(before: Floats, after: Floats) -> Floats:
     if before.shape[-2] != after.shape[-2]:
         before = before.mean(axis=-2, keepdims=True)
     return np.maximum(before, 1e-9)
-
-
-def halved(times: Floats, entry: Floats, link: Floats) -> tuple[Floats, Floats, Floats]:
-    """Returns the times, entries and exchanges of half as many stages on as many ranks. ``times`` [..., r, s, c, k, m]
-    becomes [..., 2 r, s / 2, c, k, m / 2]; ``entry`` and ``link`` [..., r, s] become [..., 2 r, s / 2]. The number of
-    stages must be even.
-
-    A stage holds what two neighbours held. The ranks of the first of two neighbours form one replica and those of the
-    second another, as Megatron numbers them. Each gets every other microbatch, as Megatron-LM's sampler deals them.
-    """
-    together = times[..., 0::2, :, :, :] + times[..., 1::2, :, :, :]
-    replicas = np.concatenate((together[..., 0::2], together[..., 1::2]), axis=-5)
-    entries = np.concatenate((entry[..., 0::2], entry[..., 1::2]), axis=-2)
-    return replicas, entries, np.concatenate([link[..., 1::2]] * 2, axis=-2)
 
 
 def resliced(times: Floats, count: int, larger: float) -> Floats:

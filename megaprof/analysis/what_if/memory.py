@@ -64,15 +64,6 @@ class Memory:
         needed = self.needed(np.arange(schedule.stages), _layers(pieces, schedule.stages), schedule)
         return bool((needed <= self.allowed).all()), tuple(map(int, needed.tolist()))
 
-    def halved(self, needs: Sequence[int]) -> tuple[bool, tuple[int, ...]]:
-        """Returns the same of half as many stages, with ``needs`` layers times microbatches in flight. Each holds the
-        parameters, gradients and optimizer of two neighbours. An optimizer whose states are divided among replicas
-        needs less."""
-        activations = (np.array(self.most) - self.least) / self.held
-        both, allowed = (np.reshape(values, (-1, 2)) for values in (self.least, self.allowed))
-        needed = np.rint(both.sum(axis=1) + np.array(needs) * activations.reshape(-1, 2).max(axis=1))
-        return bool((needed <= allowed.min(axis=1)).all()), tuple(map(int, needed.tolist()))
-
 
 def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:
     """Returns the most bytes that each stage had allocated; None if some stage was not measured."""

@@ -21,7 +21,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.what_if.changeable import WAYS, Changeable, flags_of, predicted
+from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, ahead, baseline, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layout_search import search
@@ -29,7 +29,6 @@ from megaprof.analysis.what_if.layouts import (
     Layout,
     check_layout,
     format_layout,
-    layers_per_stage,
     options_of,
     parse_layout,
 )
@@ -37,7 +36,6 @@ from megaprof.analysis.what_if.memory import Whole, in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
-from megaprof.formats.phrases import counted
 
 _MOST_LAYERS, _MOST_LAYOUTS = 10_000, 3
 #: How many layouts are priced: those with the shortest undisturbed step.
@@ -313,40 +311,3 @@ def microbatch_counts(run: Baseline) -> Iterator[Prediction]:
         prediction, _ = priced(run, "microbatches", run.content, run.drawn, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
         yield replace(prediction, microbatches=count, tokens=change.tokens, activations=activations)
-
-
-def half_as_deep(run: Changeable) -> Prediction:
-    """Predicts half as many stages on the same ranks, and so twice as many replicas, for the same global batch.
-
-    Every stage holds what two neighbours held, and every replica gets half of the microbatches, so the times of all
-    passes are known. The time in which twice as many replicas reduce the gradients of twice as many parameters is not:
-    it is assumed to be twice as long, which is almost nothing if there was one replica. Raises ValueError, with the
-    reason, if there is no such run or it cannot be predicted.
-    """
-    baseline, held, schedule = run.baseline, run.held, run.baseline.replay.schedule
-    if schedule.stages % 2:
-        raise ValueError(f"{schedule.stages} stages cannot be halved")
-    if schedule.microbatches % 2:
-        raise ValueError(f"twice as many replicas cannot share {schedule.microbatches} microbatches evenly")
-    stages, microbatches = schedule.stages // 2, schedule.microbatches // 2
-    pieces = tuple(map("".join, zip(held.pieces[::2], held.pieces[1::2], strict=True)))
-    flags = flags_of(replace(held, stages=stages), pieces)
-    if not flags:
-        raise ValueError("no option of Megatron's says the layout of such a model")
-    try:
-        change = Change(rescheduled(baseline.replay, schedule.chunks, microbatches, stages), reductions=2.0)
-    except ValueError:
-        shape = f"{schedule.chunks} chunks on {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}"
-        raise ValueError(f"Megatron has no schedule of {shape}") from None
-    needs = in_flight_layers(pieces, change.replay.schedule)
-    fits, needed = (None, None) if run.memory is None else run.memory.halved(needs)
-    return replace(
-        priced(baseline, "depth", baseline.content, baseline.drawn, baseline.drawn, change)[0],
-        layout=format_layout(pieces),
-        layers=layers_per_stage(pieces, stages),
-        microbatches=microbatches,
-        flags=flags,
-        in_flight=tuple(needs),
-        fits=fits,
-        needed=needed,
-    )

@@ -49,7 +49,6 @@ def name_of(change: Prediction, predictions: WhatIf) -> str:
     names = {
         "layout": layers,
         "chunks": f"{counted(change.chunks or 1, 'model chunk')} per stage, {layers}",
-        "depth": f"{counted(len(change.layers), 'stage')}, {layers}",
         "balanced": "the measured work spread evenly over the stages",
         "microbatches": f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size",
         "packing": _packing(change),
@@ -90,9 +89,6 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "layers can be divided"
     if change.kind == "even_packing":
         yield "sequences can be divided"
-    if change.kind == "depth":
-        yield "gradients are reduced in proportion to a rank's parameters, on however many replicas"
-        yield "what comes between steps, the optimizer with it, takes at most twice as long"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
         if change.p2p_ms is None and len(change.layers) != 1:
