@@ -1,4 +1,5 @@
-"""``megaprof tune ... -- COMMAND``: tries the layouts that the what-if predicts to be faster, until none is left."""
+"""``megaprof tune ... -- COMMAND``: tries the layouts that the what-if predicts to be faster, until none is left. Its
+outcome is a sentence, a table of the trials and the command to run, on the terminal and as HTML."""
 
 from __future__ import annotations
 
@@ -6,19 +7,29 @@ import argparse
 import shlex
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.analysis.report.text.words import within
+from markupsafe import Markup
+from rich.console import Console
+
+from megaprof.analysis.diagnosis.policy import RERUN
+from megaprof.analysis.report.html import date, environment, static
+from megaprof.analysis.report.tables import Column, TableView, table
+from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
+from megaprof.analysis.report.text import words
 from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json, progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag
 from megaprof.config.values import parse_limit
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import counted
-from megaprof.tune import trial, tuning, words
+from megaprof.tune import trial as runs
+from megaprof.tune import tuning
 from megaprof.tune.command import without_saving
 from megaprof.tune.tuning import Trial, Tuning
+from megaprof.version import __version__
 
 DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout would be faster, run it again with
 that layout, and so on, until no layout is certainly 2 % faster. The layout options of Megatron-LM, or of another
@@ -31,6 +42,8 @@ EXAMPLES = (
     "megaprof tune --next --out tuned",
 )
 _TRIALS, _STEPS, _TIME_LIMIT = 4, 20, 1800.0
+#: The outcomes that are not named as in the data.
+_OUTCOMES = {None: "not run yet", "time_limit": "out of time", "above_limit": "above the limit of memory"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and CommandError."""
     current = _earlier_or_new(args)
-    if processes := trial.running(args.out):
+    if processes := runs.running(args.out):
         numbers = ", ".join(map(str, processes))
         raise CommandError(
             f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
@@ -87,13 +100,11 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     current = _next(current, args) if args.next is not None else _tuned(current, args)
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
-        file.write(words.page(current).encode())
+        file.write(page(current).encode())
     if args.json:
         print_json(current)
     elif current.pending is None:
-        from rich.console import Console
-
-        words.show(current, Console(highlight=False))
+        show(current, Console(highlight=False))
         print(f"Result as one HTML file: {args.out / 'report.html'}")
     return FAILED if current.stopped == "not_measured" else 0
 
@@ -143,12 +154,12 @@ def memory_limit(text: str | None) -> int | None:
 
 def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
     """Runs the trials. Raises CommandError if the command cannot be started."""
-    whole = current.steps + trial.WARM_UP
+    whole = current.steps + runs.WARM_UP
     end_what_runs()
 
     def begun(now: Trial) -> None:
-        predicted = f", predicted {within(now.proposal.step_ms)} ms" if now.proposal else ""
-        log = args.out / now.directory / trial.LOG
+        predicted = f", predicted {words.within(now.proposal.step_ms)} ms" if now.proposal else ""
+        log = args.out / now.directory / runs.LOG
         print(f"Trial {now.number}: {now.what}{predicted}; it prints to {log}", file=sys.stderr, flush=True)
 
     try:
@@ -187,8 +198,8 @@ def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
         next_command = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
         print(f"Trial {trial_now.number} ({trial_now.what}). When it has ended, run: {next_command}", file=sys.stderr)
         directory = (args.out / trial_now.directory).absolute()
-        config = trial.config_of(directory)
-        assignments = [f"{name}={value}" for name, value in trial.apart(directory).items()]
+        config = runs.config_of(directory)
+        assignments = [f"{name}={value}" for name, value in runs.apart(directory).items()]
         options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
         print(shlex.join(["env", *assignments, "megaprof", "run", *options, "--", *trial_now.command]))
     return current
@@ -199,5 +210,116 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {within(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
+        print(f"  {words.within(trial_now.step_ms)} ms per step, over {steps}", file=sys.stderr)
         print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)
+
+
+def sentence(tuning: Tuning) -> str:
+    """Returns the outcome, as text."""
+    result = tuning.result
+    if result is None and tuning.measured:
+        return "No trial keeps the limit of memory."
+    if result is None:
+        return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
+    inside, compared = result.as_predicted
+    agreement = f"; {inside} of {counted(compared, 'prediction')} inside the interval" * (compared > 0)
+    if result.command == tuning.command:
+        if not compared:
+            return "Nothing gained: no other layout was tried."
+        tried = counted(len(tuning.measured), "layout")
+        return f"Nothing gained: the command as it was given is the quickest of {tried} tried{agreement}."
+    return f"{words.speedup(result.speedup)} times as fast: {tuning.trials[result.trial - 1].what}{agreement}."
+
+
+def stopped(tuning: Tuning) -> str | None:
+    """Returns why there are no more trials; None while there are."""
+    if tuning.stopped == "trials_spent":
+        spent = f"All {counted(tuning.most_trials, 'trial')} are spent"
+        return f"{spent}, and another layout is predicted to be faster still."
+    if tuning.stopped != "nothing_left":
+        return None
+    return words.sentence(tuning.reason or "no other layout is surely 2 % faster")
+
+
+def trials(tuning: Tuning) -> TableView:
+    """Returns a row for every trial, without the columns that are empty for all of them."""
+    first_step = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
+    rows = []
+    for trial in tuning.trials:
+        proposal, speedup = trial.proposal, words.ABSENT
+        if proposal and first_step and trial.step_ms:
+            speedup = words.speedup(first_step.over(trial.step_ms, RERUN))
+        outcomes = [_OUTCOMES.get(trial.outcome) or str(trial.outcome).replace("_", " ")]
+        if trial.as_predicted is not None:
+            predicted = "as predicted" if trial.as_predicted else "not as predicted"
+            outcomes = [predicted] if trial.outcome == "measured" else [*outcomes, predicted]
+        rows.append(
+            {
+                Column("trial"): str(trial.number),
+                Column("layout", "text"): trial.what,
+                Column("step", unit="ms"): words.within(trial.step_ms),
+                Column("predicted", unit="ms"): words.within(proposal.step_ms if proposal else None),
+                Column("memory", unit="GiB"): most(trial.memory),
+                Column("predicted", unit="GiB"): most(proposal.memory if proposal else None),
+                Column("times\nas fast"): speedup,
+                Column("outcome", "text"): ", ".join(outcomes),
+            }
+        )
+    filled = {column for cells in rows for column, cell in cells.items() if cell != words.ABSENT}
+    return table("trials", [{column: cells[column] for column in cells if column in filled} for cells in rows])
+
+
+def command_line(tuning: Tuning) -> str | None:
+    """Returns the best command, for a shell; None if the given one is the best."""
+    result = tuning.result
+    return None if result is None or result.command == tuning.command else shlex.join(result.command)
+
+
+def most(memory: tuple[int, ...] | None) -> str:
+    """Returns the memory of the largest stage in GiB."""
+    return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
+
+
+def show(tuning: Tuning, console: Console) -> None:
+    heading(console, "Tuning")
+    show_table(console, trials(tuning))
+    show_warnings(console, failures(tuning))
+    for line in assumed(tuning):
+        console.print(text(line))
+    best = tuning.best
+    console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
+    if (reason := stopped(tuning)) is not None:
+        console.print(text(reason))
+    if (command := command_line(tuning)) is not None:
+        console.print(text("  " + command), soft_wrap=True)
+
+
+def failures(tuning: Tuning) -> list[str]:
+    """Returns a line for each trial that was not measured, with the reason, unless `sentence` says it."""
+    failed = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
+    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in failed]
+
+
+def assumed(tuning: Tuning) -> list[str]:
+    """Returns a line for each assumption of the predictions that were tried, with the trials that it concerns."""
+    trials_by_clause: dict[str, list[str]] = {}
+    for trial in tuning.trials:
+        for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
+            trials_by_clause.setdefault(clause, []).append(trial.what)
+    return [f"{' / '.join(names)}: assumes that {clause}." for clause, names in trials_by_clause.items()]
+
+
+def page(tuning: Tuning) -> str:
+    """Returns a tuning as one HTML file that loads nothing and runs no script."""
+    template = environment("megaprof.tune", "megaprof.analysis.report").get_template("tuning.html")
+    return template.render(
+        tuning=tuning,
+        sentence=sentence(tuning),
+        stopped=stopped(tuning),
+        command=command_line(tuning),
+        trials=trials(tuning),
+        failures=failures(tuning),
+        assumed=assumed(tuning),
+        about=[date(time.time()), f"megaprof {__version__}"],
+        css=Markup(static("report.css")),
+    )

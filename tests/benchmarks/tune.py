@@ -33,7 +33,7 @@ from megaprof.analysis.report.text.words import within
 from megaprof.analysis.what_if.layouts import Layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
-from megaprof.tune import trial, tuning, words
+from megaprof.tune import show, trial, tuning
 from tests.benchmarks.cores import awake
 from tests.tune import job
 
@@ -102,7 +102,7 @@ def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     tuned = tuning.Tuning((*case.command(given),), options.steps, 4, memory_limit=limit)
     (out / "tuned").mkdir(parents=True)
     tuned = tuning.run(tuned, out / "tuned", 300.0, lambda _: None, lambda _: None, _say)
-    words.show(tuned, Console(stderr=True))
+    show(tuned, Console(stderr=True))
     if tuned.result is None:
         raise SystemExit(f"{name}: {tuned.reason}")
     limited = {each.layout for each in tuned.trials if each.outcome == "above_limit"}

@@ -14,6 +14,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.tune import failures, show, trials
 from megaprof.tune.tuning import (
     NAME,
     Proposal,
@@ -25,7 +26,6 @@ from megaprof.tune.tuning import (
     store,
     upcoming,
 )
-from megaprof.tune.words import failures, show, trials
 from tests.analysis.job_timelines import write_timelines
 from tests.cli.running import megaprof
 
