@@ -205,7 +205,7 @@ def _run(line: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": programs}
     return subprocess.run(
-        line, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        line, cwd=directory, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

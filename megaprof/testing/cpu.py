@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -66,19 +66,18 @@ class _Stream:
     wait_stream, wait_event = constant(None), constant(None)
 
 
-class _Streams(threading.local):
-    """The current stream of each thread, as CUDA keeps it."""
+_DEFAULT_STREAM = _Stream()
+#: The current stream of each thread, as CUDA keeps it.
+_CURRENT_STREAM = ContextVar("stream", default=_DEFAULT_STREAM)
 
-    default = _Stream()
-    current = default
 
-    @contextlib.contextmanager
-    def use(self, stream: _Stream | None) -> Iterator[None]:
-        previous, self.current = self.current, stream or self.current
-        try:
-            yield
-        finally:
-            self.current = previous
+@contextlib.contextmanager
+def _use_stream(stream: _Stream | None) -> Iterator[None]:
+    token = _CURRENT_STREAM.set(stream or _CURRENT_STREAM.get())
+    try:
+        yield
+    finally:
+        _CURRENT_STREAM.reset(token)
 
 
 def is_cuda(device: object) -> bool:
@@ -173,7 +172,6 @@ def cpu_patches() -> list[Any]:
         """Converts sizes as megatron-core does when it moves them off a GPU; on the CPU they would stay tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    streams = _Streams()
     on_cuda: dict[str, Any] = {
         "is_available": constant(False),
         "device_count": constant(0),
@@ -183,9 +181,9 @@ def cpu_patches() -> list[Any]:
         "synchronize": constant(None),
         "Stream": _Stream,
         "Event": _Event,
-        "stream": streams.use,
-        "current_stream": lambda *_, **__: streams.current,
-        "default_stream": lambda *_, **__: streams.default,
+        "stream": lambda stream: _use_stream(stream),
+        "current_stream": lambda *_, **__: _CURRENT_STREAM.get(),
+        "default_stream": constant(_DEFAULT_STREAM),
         "is_current_stream_capturing": constant(False),
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,

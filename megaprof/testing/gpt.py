@@ -6,6 +6,7 @@ A `GPTWorkload` describes it: sizes, parallelism, layout, batch. `build` makes t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -279,23 +280,17 @@ def _layer_ms(workload: GPTWorkload, device: str) -> tuple[float, float] | None:
     """Returns what layers take, the same on all ranks. The first rank says so if it is longer than was asked."""
     if workload.layer_ms is None or not workload.patient:
         return workload.layer_ms
-    times = torch.tensor([_ENOUGH / _share_of_a_core()], device=device).clamp(1.0, _MOST_TIMES)
+    share = 1.0  # of a core, which this thread got while it could run. Starting a rank takes seconds of computing
+    with contextlib.suppress(OSError, ValueError):  # the system does not count it
+        ran_ns, waited_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        share = max(ran_ns, 1) / max(ran_ns + waited_ns, 1)
+    times = torch.tensor([_ENOUGH / share], device=device).clamp(1.0, _MOST_TIMES)
     torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
     forward_ms, backward_ms = (ms * times.item() for ms in workload.layer_ms)
     if times.item() > 1.0 and torch.distributed.get_rank() == 0:
         said = f"This machine is busy: each layer waits {forward_ms:.0f} ms forward and {backward_ms:.0f} ms backward."
         print(said, file=sys.stderr, flush=True)
     return forward_ms, backward_ms
-
-
-def _share_of_a_core() -> float:
-    """Returns the part of a core that this thread got while it could run, since it began. Starting a rank takes seconds
-    of computing, so this says how busy the machine is. 1 if the system does not count it."""
-    try:
-        ran_ns, waited_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 1.0
-    return max(ran_ns, 1) / max(ran_ns + waited_ns, 1)
 
 
 class BuiltGPT:

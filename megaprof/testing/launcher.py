@@ -43,10 +43,6 @@ _DUMP_SIGNAL = signal.SIGUSR1
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from megaprof.testing.launcher import _rank_main; _rank_main({job!r})"
 
 
-#: True while a rank imports the modules of the process that started it, which must not start ranks again.
-_importing = False
-
-
 @dataclass(frozen=True)
 class RankReport:
     """How one rank ended."""
@@ -126,29 +122,41 @@ def run_ranks(
         RuntimeError: in a rank, if the script that calls this has no ``if __name__ == "__main__":`` around the call.
             Every rank imports the script, and would start ranks of its own.
     """
-    if _importing:
-        raise RuntimeError(
-            'run_ranks: every rank imports this script, so the call must stand below `if __name__ == "__main__":`'
-        )
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
     if timeout <= 0:
         raise ValueError(f"timeout must be positive seconds, got {timeout}")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    preparation = multiprocessing.spawn.get_preparation_data("rank")
+    preparation.pop("authkey", None)  # cannot be pickled, and ranks are not multiprocessing children
     call = pickle.dumps((fn, args, kwargs))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     token = f"_MEGAPROF_RANKS_{uuid.uuid4().hex}"
+    common_env = {
+        **os.environ,
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        # torch's own switch for "the launcher holds the store": rank 0 does not try to bind the port again.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        # All ranks are here: no need for gloo to resolve a host name that may not resolve.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # Inherited by everything a rank starts, so that it can be found again (see _kill).
+        token: "1",
+    }
     with tempfile.TemporaryDirectory(prefix="megaprof-ranks-", ignore_cleanup_errors=True) as directory:
         job = Path(directory)
-        preparation = multiprocessing.spawn.get_preparation_data("rank")
-        preparation.pop("authkey", None)  # cannot be pickled, and ranks are not multiprocessing children
         (job / "preparation").write_bytes(pickle.dumps(preparation))
         (job / "call").write_bytes(call)
         ranks: list[_Rank] = []
         try:
             for rank in range(world):
-                ranks.append(_Rank(rank, job, _rank_env(rank, world, store.port, token, env), on_line))
+                own_env = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(_Rank(rank, job, {**common_env, **own_env, **(env or {})}, on_line))
             failed_rank = _wait(ranks, timeout, check)
             running = [rank for rank in ranks if rank.process.poll() is None]
             stacks = _dump_stacks(running)
@@ -172,26 +180,6 @@ def init_distributed(timeout: float = 60.0) -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def _rank_env(rank: int, world: int, port: int, token: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # torch's own switch for "the launcher holds the store": rank 0 does not try to bind the port again.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        # All ranks are here: no need for gloo to resolve a host name that may not resolve.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        # Inherited by everything a rank starts, so that it can be found again (see _kill).
-        token: "1",
-    }
-    return {**os.environ, **variables, **(env or {})}
 
 
 def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -226,10 +214,6 @@ class _Rank:
         for reader in self.readers:
             reader.start()
 
-    @property
-    def failed(self) -> bool:
-        return self.process.poll() is not None and not self.result.exists()
-
     def report(self, stack: str | None, failed_rank: int | None) -> RankReport:
         """Returns how the rank ended; ``stack`` is None if it ended by itself."""
         stderr = "".join(self.stderr)
@@ -259,7 +243,8 @@ def _wait(ranks: list[_Rank], timeout: float, check: Callable[[], None]) -> int 
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         check()
         if failed_rank is None:
-            failed_rank = next((rank.rank for rank in ranks if rank.failed), None)
+            ended = (rank for rank in ranks if rank.process.poll() is not None)
+            failed_rank = next((rank.rank for rank in ended if not rank.result.exists()), None)
             if failed_rank is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(_POLL)
@@ -295,7 +280,6 @@ def _kill(ranks: list[_Rank], token: str) -> None:
 
 def _rank_main(job_directory: str) -> None:
     """Runs in a rank: restores the parent's imports, calls the function, and leaves its result or traceback behind."""
-    global _importing
     job = Path(job_directory)
     rank = os.environ["RANK"]
     # Named .stack only once the handler is in, because the parent signals no earlier than it sees that name.
@@ -312,9 +296,10 @@ def _rank_main(job_directory: str) -> None:
         os._exit(1)
     early.rename(job / f"{rank}.stack")
     try:
-        _importing = True
+        process = multiprocessing.current_process()
+        process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing refuses ranks that begin in an import
         multiprocessing.spawn.prepare(pickle.loads((job / "preparation").read_bytes()))
-        _importing = False
+        del process._inheriting  # type: ignore[attr-defined]
         fn, args, kwargs = pickle.loads((job / "call").read_bytes())
         result = pickle.dumps(fn(*args, **kwargs))
     except Exception:
