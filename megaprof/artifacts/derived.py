@@ -74,41 +74,38 @@ class DerivedFiles:
     def _do(
         self, summary: Future[bytes | None], trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]
     ) -> None:
-        text = None
+        text, raw_paths = None, dict[str, Path]()
         try:
             with trace:
-                text = self._derive(trace, files, identity)
-        except Exception as fault:
-            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), fault)
-        finally:
-            summary.set_result(text)
-
-    def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
-        raw_paths = {suffix: raw_path(final) for suffix, final in files.items()}
-        specs = filter(None, map(find_spec, _PACKAGES))
-        order = {
-            "identity": identity,
-            "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
-            "places": [*dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)],
-        }
-        try:
-            subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
-                stdin=trace,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                check=True,
-            )
-            kernels = raw_paths.get(KERNELS_SUFFIX)
-            summary = None if kernels is None else kernels.read_bytes()
+                raw_paths |= {suffix: raw_path(final) for suffix, final in files.items()}
+                specs = filter(None, map(find_spec, _PACKAGES))
+                places = dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)
+                order = {
+                    "identity": identity,
+                    "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
+                    "places": [*places],
+                }
+                subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
+                    stdin=trace,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    check=True,
+                )
+            if KERNELS_SUFFIX in raw_paths:
+                text = raw_paths[KERNELS_SUFFIX].read_bytes()
+            for suffix, raw in raw_paths.items():
+                if raw.exists():
+                    self._writer.finish(Artifact(raw, files[suffix]))
         except BaseException as fault:
             for raw in raw_paths.values():
                 raw.unlink(missing_ok=True)
+            if not isinstance(fault, Exception):
+                raise
+            why: object = fault
             if isinstance(fault, subprocess.CalledProcessError):
                 last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"exit {fault.returncode}: {' '.join(last_line)}") from None
-            raise
-        for suffix, raw in raw_paths.items():
-            if raw.exists():
-                self._writer.finish(Artifact(raw, files[suffix]))
-        return summary
+                why = f"exit {fault.returncode}: {' '.join(last_line)}"
+            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), why)
+        finally:
+            summary.set_result(text)

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import msgspec
 
-from megaprof.formats.flight import Flight
 from megaprof.formats.job import (
     COLLECTIVES,
     CONTROL,
@@ -32,7 +31,6 @@ from megaprof.formats.job import (
     InFlight,
     R,
     RankStatus,
-    Record,
     RunRecord,
     dead,
     decode,
@@ -154,7 +152,7 @@ def names_of(what: str, rank: int, world: int) -> tuple[str, ...]:
     return (what, *([shard] if shard else []), f"rank{rank:05d}.json")
 
 
-def write(directory: int, name: str, record: Record) -> None:
+def write(directory: int, name: str, record: msgspec.Struct) -> None:
     """Replaces the file `name` by `record`, as a whole. Raises OSError; then nothing has changed."""
     with appearing(Path(name), mode=0o600, sync=False, directory=directory) as file:
         file.write(msgspec.json.encode(record))
@@ -218,10 +216,9 @@ class RunningJob:
             if all(place < getattr(sizes, axis) for axis, place in status.coords.items())
         }
 
-    def in_flight(self) -> dict[int, Flight]:
+    def in_flight(self) -> dict[int, InFlight]:
         """Returns what the ranks that stand still have in flight, by rank, as far as they wrote it."""
-        written = self._read(COLLECTIVES, range(self.run.world), InFlight)
-        return {rank: Flight(record.version, record.entries, record.pg_config) for rank, record in written}
+        return dict(self._read(COLLECTIVES, range(self.run.world), InFlight))
 
     def _read(self, what: str, ranks: Iterable[int], kind: type[OfRank]) -> Iterator[tuple[int, OfRank]]:
         """Yields the records of `ranks` below the directory `what`, as far as they are written and of this run."""

@@ -163,12 +163,10 @@ class Listener:
         try:
             # Each by itself: whatever is wrong with requests, the status still shows that the rank is alive.
             with self._complaining(), self._control.open() as control:
-                with self._complaining():
-                    (self._announce if self._leads else self._learn)(control)
-                with self._complaining():
-                    self._look_for_request(control)
-                with self._complaining():
-                    self._write_status(control)
+                first = self._announce if self._leads else self._learn
+                for step in (first, self._look_for_request, self._write_status):
+                    with self._complaining():
+                        step(control)
         except Unsafe as fault:  # others could write to it: nothing is read or written there any more
             self._ends()
             self._withdraw()

@@ -254,8 +254,16 @@ class Requester:
             if status.capture is not None and status.capture.request == self.request.id:
                 self._answers[rank] = status.capture
         waited, missing = monotonic() - self._submitted_at, self.missing
-        if self._unfinished:
-            self._check_that_it_stands(control)
+        if self._unfinished:  # is the request still there for the ranks to see?
+            run, request = read(control, RUN, RunRecord), read(control, CAPTURE, Request)
+            if run is not None and run.run != self._job.run.run:
+                raise Refused("the job was started again meanwhile")
+            if run is not None and run.ended is not None:
+                raise Refused("the job has ended meanwhile")
+            if request is None:
+                raise Refused("somebody removed the request")
+            if request.id != self.request.id:
+                raise Refused(_busy(request))
         if self.request.first is None:
             for rank, answer in self._answers.items():
                 if answer.final:
@@ -274,18 +282,6 @@ class Requester:
         if missing:
             raise Refused(f"no answer {within} from rank {listed(missing)}")
         raise Refused(f"no step began {within}{self._standing()}")
-
-    def _check_that_it_stands(self, control: int) -> None:
-        """Raises Refused where the ranks cannot see the request any more."""
-        run, request = read(control, RUN, RunRecord), read(control, CAPTURE, Request)
-        if run is not None and run.run != self._job.run.run:
-            raise Refused("the job was started again meanwhile")
-        if run is not None and run.ended is not None:
-            raise Refused("the job has ended meanwhile")
-        if request is None:
-            raise Refused("somebody removed the request")
-        if request.id != self.request.id:
-            raise Refused(_busy(request))
 
     def _choose_first(self, control: int, waited: float) -> None:
         """Writes the first call to capture into the request. All ranks have answered, `waited` seconds after it."""

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from megaprof.formats.flight import Entry, GroupConfig
+from megaprof.formats.flight import Flight
 from megaprof.formats.names import host, is_gone
 from megaprof.parallel.selectors import Selector, parse_selector
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
@@ -56,7 +56,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the files in a control directory. A record of another version is refused."""
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def decode(content: bytes, kind: type[R]) -> R:
@@ -403,16 +403,13 @@ class RankStatus(Record, frozen=True):
         )
 
 
-class InFlight(Record, frozen=True):
-    """`collectives/rank00000.json`: a dump of torch's flight recorder without the past. A rank writes it while it
-    stands still, and removes it when it moves."""
+class InFlight(Flight, kw_only=True):
+    """`collectives/rank00000.json`: a dump of torch's flight recorder without the past: the calls that have not ended,
+    and the last collective of each group. A rank writes it while it stands still, and removes it when it moves."""
 
+    version: Literal[2] = 2
     run: Name
     rank: Coordinate
-    entries: list[Entry]
-    """The calls that have not ended, and the last collective of each group, in the order of the calls."""
-    pg_config: dict[str, GroupConfig]
-    """The rank's process groups, by torch's name."""
 
 
 # The rule of a standstill (`limit`) is the same for a job that runs, where `megaprof status` looks at the statuses of

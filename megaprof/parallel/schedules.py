@@ -28,13 +28,6 @@ SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 SPLIT_SCHEDULES = ("zb_h1", "zbv", "dualpipev")
 """Schedules that run the two halves of a backward apart."""
 _V_SHAPED = ("zbv", "dualpipev")
-#: How torch spells the schedules (``torch.distributed.pipelining.schedules.get_schedule_class``), in lower case.
-_SPELLINGS = {
-    "1f1b": ("1f1b", "schedule1f1b"),
-    "interleaved": ("interleaved", "interleaved1f1b", "scheduleinterleaved1f1b"),
-    "zbv": ("zbv", "zbvzerobubble", "schedulezbvzerobubble"),
-    "dualpipev": ("dualpipev", "scheduledualpipev"),
-}
 
 
 Time = TypeVar("Time", int, float)
@@ -226,7 +219,6 @@ class PipelineSchedule(NamedTuple):
             checked_number("microbatch_group_size", group_size, least=1)
         if name is None:
             name = "no_pipelining" if stages == 1 else "1f1b" if chunks == 1 else "interleaved"
-        name = next((known for known, spellings in _SPELLINGS.items() if str(name).lower() in spellings), name)
         if name not in SCHEDULES + SPLIT_SCHEDULES:
             valid_names = ", ".join(SCHEDULES + SPLIT_SCHEDULES)
             raise ValueError(f"schedule={name!r} is unknown, expected one of {valid_names} (or None)")

@@ -348,12 +348,6 @@ def test_what_megatron_refuses_is_refused_with_the_value(arguments, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("spelling", "chunks", "name"),
-    [("1F1B", 1, "1f1b"), ("Schedule1F1B", 1, "1f1b"), ("Interleaved1F1B", 2, "interleaved"),
-     ("ScheduleInterleaved1F1B", 2, "interleaved"), ("ZBVZeroBubble", 2, "zbv"), ("DualPipeV", 2, "dualpipev")],
-)  # fmt: skip
-def test_torchs_spellings(spelling: str, chunks: int, name: str) -> None:
-    assert PipelineSchedule.checked(4, chunks, 8, name=spelling).name == name
+def test_no_other_name_is_known() -> None:
     with pytest.raises(ValueError, match="schedule='GPipe' is unknown"):
-        PipelineSchedule.checked(4, chunks, 8, name="GPipe")
+        PipelineSchedule.checked(4, 1, 8, name="GPipe")
