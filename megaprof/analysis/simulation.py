@@ -6,17 +6,16 @@ transfer between two stages. A node starts when the last node that it waits for 
 
     end = max(end of each node that it waits for) + time of the pass, link or entry
 
-Three models of exchanges differ in what a node waits for:
+A stage begins transfers, and waits for them, where its program says so (`schedules.stage_program`), until its next pass
+begins. Two models of exchanges differ in what a transfer waits for:
 
-* Buffered (right for gloo, and close for ``overlap_p2p_comm``): results travel by themselves. A transfer begins when
-  its pass ends. A pass begins when its stage is free and its input has arrived. Passes that run as one
-  (`schedules.turns`) begin when all their inputs have arrived, and their results leave when the last pass ends.
-* Rendezvous (NCCL with ``batch_p2p_comm`` and ``batch_p2p_sync``, Megatron's defaults without overlap): a stage
-  alternates between passes and exchanges (`schedules.stage_program`). A transfer begins when both its stages have come
-  to the exchange that contains it. Transfers of one exchange run side by side, and a stage is held until all of them
-  are done. So a stage that has computed its result is held by a receiver that is still computing.
-* In turn (gloo without overlap): results travel by themselves, as in the buffered model, but a stage receives them in
-  an exchange. It is held until everything that this exchange receives has arrived, whatever it runs next.
+* Rendezvous (NCCL, and gloo): it begins when both its stages have begun it. So a stage that waits until its result is
+  sent is held by a receiver that is still computing. Of exchanges that overlap, that is one pass later.
+* Buffered (messages that NCCL keeps for their receiver, because they are small): it begins when its sender has begun
+  it, and only a receiver waits.
+
+Passes that run as one (`schedules.turns`) begin when all their inputs have arrived, and their results leave when the
+last pass ends.
 
 Nodes are sorted into levels: a node's level is the length of the longest chain of nodes that it waits for. Levels are
 evaluated one after another, each with a few numpy calls over its nodes and over all steps.
@@ -27,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain
 from math import inf, isfinite, prod
 from typing import Any, TypeAlias
 
@@ -39,6 +37,7 @@ from megaprof.parallel.schedules import (
     Pass,
     PassId,
     PipelineSchedule,
+    Wait,
     phase_order,
     stage_program,
     turns,
@@ -70,8 +69,6 @@ class Replay:
     schedule: PipelineSchedule
     rendezvous: bool
     """True if a sender waits for its receiver: the rendezvous model of exchanges."""
-    in_turn: bool
-    """True if only the receiver waits, in every exchange: the in-turn model."""
     _levels: tuple[tuple[int, int, npt.NDArray[np.intp]], ...]
     """For each level but the first: its rows in the table of nodes, [begin, end), and the rows that they wait for,
     [any number, end - begin]."""
@@ -166,20 +163,16 @@ class Replay:
 
 
 @lru_cache(maxsize=64)
-def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False) -> Replay:
-    """Returns the replay of ``schedule``. Exchanges are a rendezvous, or buffered and received ``in_turn`` or not.
+def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
+    """Returns the replay of ``schedule``. Exchanges are a rendezvous, or buffered.
 
     Raises:
-        ValueError: ``rendezvous`` or ``in_turn`` is true for the interleaved schedule on 2 stages, where Megatron
-            demands overlapped exchanges, or for a schedule that splits the backward.
+        ValueError: ``rendezvous`` is true for a schedule that splits the backward.
     """
-    programmed = rendezvous or in_turn
-    if programmed and schedule.name == "interleaved" and schedule.stages == 2:
-        raise ValueError("rendezvous=True: without overlapped p2p the interleaved schedule needs more than 2 stages")
-    if programmed and schedule.name in SPLIT_SCHEDULES:
+    if rendezvous and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
     nodes = _Nodes(schedule)
-    edges = nodes.in_programs(rendezvous=rendezvous) if programmed else nodes.in_order()
+    edges = nodes.edges(rendezvous=rendezvous)
     inputs, input_counts = _neighbours(edges[1], edges[0], nodes.count)
     inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
     rows, levels = _levelled(input_counts, _neighbours(*edges, nodes.count)[0])
@@ -187,7 +180,6 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     return Replay(
         schedule,
         rendezvous,
-        in_turn and not rendezvous,
         tuple((begin, begin + len(level), rows[inputs[: input_counts[level].max(), level]]) for begin, level in levels),
         rows[passes],
         rows[inputs[: input_counts[passes].max(), passes]],
@@ -213,14 +205,14 @@ def rescheduled(replay: Replay, chunks: int, microbatches: int) -> Replay:
         group_size=schedule.group_size if same_chunks and chunks > 1 else None,
         forward_only=schedule.forward_only,
         combined=schedule.combined,
+        overlap=schedule.overlap if schedule.chunks > 1 else "steady",
+        frees=schedule.frees,
     )
     # All arguments by position, as the search passes them too, so that both share one entry of the cache.
-    return compiled(checked, *((replay.rendezvous, replay.in_turn) if same_chunks else (chunks == 1, False)))
+    return compiled(checked, replay.rendezvous)
 
 
 _Places = npt.NDArray[np.intp]
-_Edges = tuple[_Places, _Places]
-"""Nodes, and for each of them a node that waits for it."""
 
 
 class _Nodes:
@@ -242,59 +234,39 @@ class _Nodes:
                 links.append(np.full(schedule.microbatches, low if high == low + 1 else high))
         self._made, self._needed, self.links = map(np.concatenate, (made, needed, links))
         """For each transfer: the pass that makes its data, the pass that needs them, and the link that it takes."""
-        self._orders = [turns(schedule, stage) for stage in range(stages)]
-        self.last = np.array([self._node(stage, order[-1][-1]) for stage, order in enumerate(self._orders)])
+        self.last = np.array([self._node(stage, turns(schedule, stage)[-1][-1]) for stage in range(stages)])
         """The node of the last pass of each stage, [stage]."""
         first_transfer = stages + self.passes.size
         self.transfers = first_transfer + np.arange(len(self.links))
         self.count = first_transfer + len(self.links)
 
-    def in_order(self) -> _Edges:
-        """Returns the edges of the buffered model: a turn of a stage waits for the turn before it, and for the inputs
-        of its passes."""
-        begins, ends = np.arange(self.count), np.arange(self.count)  # the first and last pass of each pass's turn
-        sources, targets = [], []
-        for stage, order in enumerate(self._orders):
-            turn_nodes = np.array([self._node(stage, pass_id) for pass_id in chain.from_iterable(order)])
-            sizes = np.array([len(turn) for turn in order])
-            last_positions = np.cumsum(sizes) - 1
-            begins[turn_nodes] = np.repeat(turn_nodes[last_positions + 1 - sizes], sizes)
-            ends[turn_nodes] = np.repeat(turn_nodes[last_positions], sizes)
-            sources.append(np.concatenate(([stage], turn_nodes[:-1])))
-            targets.append(turn_nodes)
-        return (
-            np.concatenate((*sources, ends[self._made], self.transfers)),
-            np.concatenate((*targets, self.transfers, begins[self._needed])),
-        )
-
-    def in_programs(self, *, rendezvous: bool) -> _Edges:
-        """Returns the edges of the models with exchanges. The passes and exchanges of a stage each wait for the one
-        before. A transfer waits for what precedes the exchange on its sender and, if exchanges are a ``rendezvous``,
-        on its receiver too."""
-        stages = self.schedule.stages
+    def edges(self, *, rendezvous: bool) -> tuple[_Places, _Places]:
+        """Returns nodes, and for each of them a node that waits for it. The passes of a stage, and what it begins
+        between them, wait for the pass before and for the transfers that the stage has waited for since. A transfer
+        waits for its sender to begin it and, if exchanges are a ``rendezvous``, for its receiver too."""
         transfer_of = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
         edges: list[tuple[int, int]] = []
-        for stage in range(stages):
-            next_stage, previous_stage = (stage + 1) % stages, (stage - 1) % stages
-            awaited = [stage]
+        for stage in range(self.schedule.stages):
+            awaited, before = [stage], None
             for step in stage_program(self.schedule, stage):
                 if isinstance(step, PassId):
                     node = self._node(stage, step)
                     edges += [(earlier, node) for earlier in awaited]
-                    awaited = [node]
+                    awaited, before = [node], None
                     continue
-                sent = (next_stage, step.send_next), (previous_stage, step.send_prev)
-                received = (stage, step.recv_prev), (stage, step.recv_next)
-                sending, receiving = (
-                    [transfer_of[self._node(receiver, pass_id)] for receiver, pass_id in ends if pass_id is not None]
-                    for ends in (sent, received)
-                )
-                edges += [
-                    (earlier, later)
-                    for later in (sending + receiving if rendezvous else sending)
-                    for earlier in awaited
+                is_wait, transfers = (True, step.transfers) if isinstance(step, Wait) else (False, step)
+                counted = [
+                    transfer_of[self._node(receiver, which)]
+                    for _, receiver, which in transfers.transfers(stage, self.schedule.stages)
+                    if rendezvous or (receiver == stage) == is_wait
                 ]
-                awaited = sending + receiving if rendezvous else awaited + receiving
+                if not is_wait:
+                    edges += [(earlier, transfer) for transfer in counted for earlier in awaited]
+                elif rendezvous and transfers == before:  # which wait for what the stage has waited for
+                    awaited = counted
+                else:
+                    awaited = awaited + counted
+                before = transfers
         sources, targets = np.array(edges).T
         return sources, targets
 
@@ -444,7 +416,10 @@ def simulate(
         name=schedule,
         group_size=microbatch_group_size,
         forward_only=backward_ms is None,
+        overlap="none" if rendezvous else "all",
     )
+    if rendezvous and checked.name == "interleaved" and stages == 2:
+        raise ValueError("rendezvous=True: without overlapped p2p the interleaved schedule needs more than 2 stages")
     p2p = _milliseconds("p2p_ms", p2p_ms)
     replay = compiled(checked, rendezvous)
     if list(times) != (needed := [f"{kind}_ms" for kind in checked.kinds]):

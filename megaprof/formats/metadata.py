@@ -25,6 +25,12 @@ SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 #: The range in our NVTX domain that is open while a window is: ``--capture-range=nvtx`` waits for it.
 NSYS_WINDOW = "megaprof/window"
 
+#: What of a model's configuration says when stages wait for each other.
+P2P = (
+    *("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"),
+    "deallocate_pipeline_outputs",
+)
+
 #: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count forever.
 MOST = 1 << 20
 #: No job reaches this step. Steps are packed with other numbers into 64 bits.
@@ -143,7 +149,7 @@ class Metadata:
     chunks: Annotated[tuple[ModelChunk, ...], Many] = ()
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
-    """``batch_p2p_comm``, ``batch_p2p_sync`` and ``overlap_p2p_comm`` of the model's configuration."""
+    """`P2P` of the model's configuration."""
     host: str | None = None
     """Host name."""
     pid: Number | None = None

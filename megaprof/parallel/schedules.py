@@ -15,11 +15,12 @@ and ZB-V (Qi et al. 2023, arXiv 2401.10241; in torch ``InterleavedZeroBubble`` w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from megaprof.parallel.topology import checked_number
 
@@ -28,6 +29,9 @@ SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 SPLIT_SCHEDULES = ("zb_h1", "zbv", "dualpipev")
 """Schedules that run the two halves of a backward apart."""
 _V_SHAPED = ("zbv", "dualpipev")
+OVERLAPS = ("none", "steady", "all")
+"""Nowhere, where forwards and backwards alternate (``overlap_p2p_comm``), or also before and after that
+(``overlap_p2p_comm_warmup_flush``)."""
 
 
 Time = TypeVar("Time", int, float)
@@ -84,7 +88,7 @@ class PassId(NamedTuple):
 
 
 class SendReceive(NamedTuple):
-    """One batched call to send and receive: the stage waits in it until all its transfers are done.
+    """One call to send and receive, which begins transfers; `Wait` says where the stage waits until they are done.
 
     Each field is the pass whose input is transferred, as numbered on the *receiving* stage; None if there is no such
     transfer.
@@ -98,6 +102,22 @@ class SendReceive(NamedTuple):
     """Sent to the previous stage: the input of its backward."""
     recv_next: PassId | None = None
     """Received from the next stage: the input of this stage's backward."""
+
+    def transfers(self, stage: int, stages: int) -> Iterator[tuple[int, int, PassId]]:
+        """Yields the sender and the receiver of every transfer of ``stage``, and the pass there that needs it."""
+        following, previous = (stage + 1) % stages, (stage - 1) % stages
+        ends = (stage, following), (previous, stage), (stage, previous), (following, stage)
+        return ((*both, pass_id) for both, pass_id in zip(ends, self, strict=True) if pass_id is not None)
+
+
+class Wait(NamedTuple):
+    """Where a stage waits until transfers are done that it began."""
+
+    transfers: SendReceive
+
+
+Program: TypeAlias = list[PassId | SendReceive | Wait]
+"""What a stage does, in order."""
 
 
 #: What each of Megatron's exchanges transfers, as the fields of `SendReceive`: functions of ``p2p_communication`` up to
@@ -179,6 +199,11 @@ class PipelineSchedule(NamedTuple):
     """True if there are no backwards."""
     combined: bool = False
     """True if consecutive forwards and backwards run together (``overlap_moe_expert_parallel_comm``)."""
+    overlap: str = "steady"
+    """Where exchanges of the interleaved schedule go on beside passes, one of `OVERLAPS`."""
+    frees: bool = False
+    """True if a stage then waits until the result of each forward is sent, because it frees it
+    (``deallocate_pipeline_outputs``, from 0.18)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -202,6 +227,8 @@ class PipelineSchedule(NamedTuple):
         group_size: int | None = None,
         forward_only: bool = False,
         combined: bool = False,
+        overlap: str = "steady",
+        frees: bool = False,
     ) -> PipelineSchedule:
         """Returns the schedule that Megatron would run (torch, for `SPLIT_SCHEDULES`); refuses what it refuses.
 
@@ -245,7 +272,11 @@ class PipelineSchedule(NamedTuple):
                 )
         if combined and name == "1f1b":
             raise ValueError("combined=True needs schedule='interleaved' or one stage, got '1f1b'")
-        return cls(name, stages, chunks, microbatches, group, forward_only, combined and not forward_only)
+        if name != "interleaved":
+            overlap = "steady"  # equal schedules are equal
+        return cls(
+            name, stages, chunks, microbatches, group, forward_only, combined and not forward_only, overlap, frees
+        )
 
     def _checked_split(self, forward_only: bool, combined: bool) -> PipelineSchedule:
         chunks = 2 if self.name in _V_SHAPED else 1
@@ -375,17 +406,20 @@ def producer(schedule: PipelineSchedule, stage: int, pass_id: PassId) -> tuple[i
     return None if stage_and_chunk is None else (stage_and_chunk[0], pass_id._replace(chunk=stage_and_chunk[1]))
 
 
-def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
-    """Returns the passes of `phase_order` with the exchanges between them, for communication that is not overlapped.
-
-    That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
-    left out. `SPLIT_SCHEDULES` overlap their exchanges, and have no such program.
-    """
+def stage_program(schedule: PipelineSchedule, stage: int) -> Program:
+    """Returns the passes of `phase_order` with the exchanges between them. Calls that neither send nor receive are left
+    out, and so is waiting for nothing."""
     if schedule.name == "interleaved":
         program = _interleaved_program(schedule, stage)
+    elif schedule.name in SPLIT_SCHEDULES:
+        program = _split_program(schedule, stage)
     else:
-        program = _one_forward_one_backward_program(schedule, stage)
-    return [step for step in program if isinstance(step, PassId) or any(step)]
+        program = [
+            each
+            for step in _one_forward_one_backward_program(schedule, stage)
+            for each in ((step,) if isinstance(step, PassId) else (step, Wait(step)))
+        ]
+    return [step for step in program if step not in (SendReceive(), Wait(SendReceive()))]
 
 
 def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
@@ -418,7 +452,7 @@ def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) ->
     return program
 
 
-def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
+def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     stages, last_chunk = schedule.stages, schedule.chunks - 1
     is_first, is_last = stage == 0, stage == stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
@@ -442,33 +476,100 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
         chunk = produced.chunk + (1 if forward else -1)
         return produced._replace(chunk=chunk) if 0 <= chunk <= last_chunk else None
 
-    program: list[PassId | SendReceive] = [SendReceive(recv_prev=None if is_first else forwards[0])]
-    for index in range(warmup):
+    program: Program = []
+    under_way = {name: deque[PassId]() for name in SendReceive._fields}  # begun, and not waited for
+
+    def exchange(**transfers: PassId | None) -> None:
+        program.extend((SendReceive(**transfers), Wait(SendReceive(**transfers))))
+
+    def begin(**transfers: PassId | None) -> None:
+        program.append(SendReceive(**transfers))
+        for name, which in transfers.items():
+            under_way[name].extend([which] if which else [])
+
+    def wait(name: str) -> None:
+        if under_way[name]:
+            program.append(Wait(SendReceive(**{name: under_way[name].popleft()})))
+
+    def before(which: PassId) -> None:
+        if schedule.placement.producer(which.kind, stage, which.chunk) is not None:
+            wait(RECEIVES[which.kind])
+
+    def after(which: PassId, received: PassId | None) -> None:
+        """Begins an exchange beside passes, and waits for what the stage sent the last time."""
+        sent, name = consumer(which), SENDS[which.kind]
+        begin(**{name: sent, RECEIVES[which.kind]: received})
+        kept = sent is not None and not (schedule.frees and which.kind == "forward")
+        while len(under_way[name]) > kept:
+            wait(name)
+
+    overlaps, everywhere = schedule.overlap != "none", schedule.overlap == "all"
+    first_gradient = None if is_last else backwards[0]
+    exchange(recv_prev=None if is_first else forwards[0])
+    for index, forward in enumerate(forwards[:warmup]):
         is_turning_point = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
-        program += [
-            forwards[index],
-            SendReceive(
-                send_next=consumer(forwards[index]),
-                recv_prev=received(forwards, index) if index < total - 1 else None,
-                recv_next=backwards[0] if is_turning_point and not is_last else None,
-            ),
-        ]
-    for index in range(total - warmup):
-        forward, backward = forwards[warmup + index], backwards[index]
-        program += [
-            forward,
-            backward,
-            SendReceive(
-                send_next=consumer(forward),
-                recv_prev=received(forwards, warmup + index) if warmup + index < total - 1 else None,
-                send_prev=consumer(backward),
-                recv_next=received(backwards, index) if index < total - 1 else None,
-            ),
-        ]
-    if not schedule.forward_only:
-        if all_in_warmup and not is_last:
-            program.append(SendReceive(recv_next=backwards[0]))
-        for index in range(total - warmup, total):
-            following = received(backwards, index) if index < total - 1 else None
-            program += [backwards[index], SendReceive(send_prev=consumer(backwards[index]), recv_next=following)]
+        following = received(forwards, index) if index < total - 1 else None
+        if everywhere:
+            before(forward)
+            if not is_first:
+                begin(recv_prev=following)
+            program.append(forward)
+            after(forward, following if is_first else None)
+        else:
+            program.append(forward)
+            gradient = first_gradient if is_turning_point and not overlaps else None
+            exchange(send_next=consumer(forward), recv_prev=following, recv_next=gradient)
+        if is_turning_point and overlaps:
+            begin(recv_next=first_gradient)
+    for index, (forward, backward) in enumerate(zip(forwards[warmup:], backwards, strict=False)):
+        following = received(forwards, warmup + index) if warmup + index < total - 1 else None
+        gradient = received(backwards, index) if index < total - 1 else None
+        if not overlaps:
+            program += [forward, backward]
+            sent = {"send_next": consumer(forward), "send_prev": consumer(backward)}
+            exchange(**sent, recv_prev=following, recv_next=gradient)
+        elif schedule.combined:
+            before(forward)
+            before(backward)
+            program += [forward, backward]
+            after(forward, following)
+            after(backward, gradient)
+        else:
+            for which, arriving in ((forward, following), (backward, gradient)):
+                before(which)
+                program.append(which)
+                after(which, arriving)
+    if schedule.forward_only:
+        return program
+    if all_in_warmup:
+        exchange(recv_next=first_gradient)
+    for index in range(total - warmup, total):
+        backward, gradient = backwards[index], received(backwards, index) if index < total - 1 else None
+        before(backward)
+        if everywhere and not is_last:
+            begin(recv_next=gradient)
+        program.append(backward)
+        if everywhere:
+            after(backward, gradient if is_last else None)
+        else:
+            exchange(send_prev=consumer(backward), recv_next=gradient)
+    wait("send_prev")
+    return program
+
+
+def _split_program(schedule: PipelineSchedule, stage: int) -> Program:
+    """Returns `stage_program` of one of `SPLIT_SCHEDULES`: exchanges go on beside passes, and nobody waits to send."""
+    program: Program = []
+    for turn in turns(schedule, stage):
+        sends = []
+        for which in turn:
+            source = schedule.placement.producer(which.kind, stage, which.chunk)
+            target = schedule.placement.consumer(which.kind, stage, which.chunk)
+            if source is not None and source[0] != stage:
+                received = SendReceive(**{"recv_next" if source[0] > stage else "recv_prev": which})
+                program += [received, Wait(received)]
+            if target is not None and target[0] != stage:
+                name = "send_next" if target[0] > stage else "send_prev"
+                sends.append(SendReceive(**{name: which._replace(chunk=target[1])}))
+        program += [*turn, *sends]
     return program

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats import codes
 from megaprof.formats.facts import MASK, PACKED, SHAPES, SOURCES, Work
-from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk, WithoutRange
+from megaprof.formats.metadata import P2P, Metadata, MicrobatchRanges, ModelChunk, WithoutRange
 from megaprof.formats.names import host
 from megaprof.parallel.machine import local_ranks, physical_cores
 from megaprof.parallel.megatron import describe_chunk, innermost
@@ -145,9 +145,7 @@ def describe(
         # Summed over all passes. None if there are none, or if layers have different numbers of experts.
         expert_tokens=tuple(map(sum, zip(*by_pass, strict=True))) if len({*map(len, by_pass)}) == 1 else None,
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
-        p2p={
-            name: getattr(model_config, name, None) for name in ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm")
-        },
+        p2p={name: getattr(model_config, name, None) for name in P2P},
         host=socket.gethostname(),
         pid=os.getpid(),
         local_ranks=local_ranks,

@@ -21,7 +21,7 @@ from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
-from megaprof.analysis.table.tabulate import modules_of, rendezvous_of
+from megaprof.analysis.table.tabulate import modules_of
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.reading import find_timelines
 from megaprof.analysis.trace.steps import ModuleKey, steps_of
@@ -204,7 +204,7 @@ class Pipeline:
 def together(stages: Sequence[Stage], layout: WorldLayout, links: Mapping[str, Link], per_host: int) -> Pipeline:
     """Returns the pipeline of ``stages``. ``layout`` says which ranks exchange, ``per_host`` how many are on a host.
     Raises Unanswerable."""
-    first, schedule = stages[0], stages[0].schedule
+    schedule = stages[0].schedule
     if any(stage.schedule != schedule for stage in stages):
         raise Unanswerable("its stages do not run the same schedule")
     count = min(len(stage.passes) for stage in stages)
@@ -228,10 +228,7 @@ def together(stages: Sequence[Stage], layout: WorldLayout, links: Mapping[str, L
             elif place == "behind":
                 behind[:, number] += exchange.count * took
     lengths = passes + inside[:, None, :, None, :, None] / (schedule.chunks * schedule.microbatches)
-    rendezvous = first.on_gpus_clock and rendezvous_of(first.metadata, schedule.forward_only)
-    overlaps = (first.metadata.p2p or {}).get("overlap_p2p_comm") is not False
-    in_turn = not rendezvous and schedule.name == "interleaved" and len(stages) > 2 and not overlaps
-    ends = compiled(schedule, rendezvous, in_turn).ends(lengths + before, link=link[:, None])
+    ends = compiled(schedule, rendezvous=True).ends(lengths + before, link=link[:, None])
     over = ends.max(axis=(3, 4, 5)) + tail + behind[:, None]
     return Pipeline(tuple(stages), ends[0] - lengths[0], ends[0], over[0], over.max(axis=2))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from megaprof.parallel.schedules import PassId, PipelineSchedule, phase_order, stage_program
+from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, stage_program
 
 Spans = dict[tuple[int, PassId], tuple[float, float]]
 """Start and end of every pass on every stage, in milliseconds."""
@@ -39,13 +38,14 @@ def runs(draw, min_stages=1, forward_only=None):
     }
 
 
-def schedule_of(run) -> PipelineSchedule:
+def schedule_of(run, overlap: str = "all") -> PipelineSchedule:
     return PipelineSchedule.checked(
         len(run["forward_ms"]),
         len(run["forward_ms"][0]),
         run["microbatches"],
         group_size=run["microbatch_group_size"],
         forward_only=run["backward_ms"] is None,
+        overlap=overlap,
     )
 
 
@@ -95,48 +95,52 @@ def brute_force_buffered(run, link: Sequence[float], entry: Sequence[float]) -> 
     return spans
 
 
-def brute_force_rendezvous(run, link: Sequence[float], entry: Sequence[float]) -> Spans:
-    """Play the stages' programs on a clock. Like NCCL it matches the n-th send from a to b with b's n-th receive
-    from a, whatever is in them: that the right tensors meet is a result here, not an assumption."""
-    schedule = schedule_of(run)
+def brute_force_programs(
+    schedule: PipelineSchedule, run, link: Sequence[float], entry: Sequence[float], rendezvous: bool = True
+) -> Spans:
+    """Play the stages' programs. Like NCCL it matches the n-th send from a to b with b's n-th receive from a, whatever
+    is in them: that the right tensors meet is a result here, not an assumption."""
     programs = [deque(stage_program(schedule, stage)) for stage in range(schedule.stages)]
-    channels = defaultdict(lambda: (deque(), deque()))  # (from, to): posted sends, posted receives
-    unfinished: dict[int, int] = {}  # transfers that the stage's current exchange still waits for
-    spans: Spans = {}
-    clock = [(entry[stage], stage) for stage in range(schedule.stages)]
-    heapq.heapify(clock)
-    while clock:
-        now, stage = heapq.heappop(clock)
-        if stage in unfinished:
-            unfinished[stage] -= 1
-            if unfinished[stage]:
-                continue
-            del unfinished[stage]
-        if not programs[stage]:
-            continue
-        step = programs[stage].popleft()
-        if isinstance(step, PassId):
-            spans[stage, step] = (now, now + duration(run, stage, step))
-            heapq.heappush(clock, (spans[stage, step][1], stage))
-            continue
+    posts = defaultdict(list)  # (from, to, kind of pass, whether it is the sender's): tensors, and since when
+    clock, spans, moved = list(entry), {}, True
+
+    def posted(stage: int, step: SendReceive) -> Iterator[tuple[tuple[int, int, str, bool], PassId]]:
         after, previous = (stage + 1) % schedule.stages, (stage - 1) % schedule.stages
-        transfers = [
-            ((stage, after), 0, step.send_next),
-            ((previous, stage), 1, step.recv_prev),
-            ((stage, previous), 0, step.send_prev),
-            ((after, stage), 1, step.recv_next),
-        ]
-        unfinished[stage] = sum(tensor is not None for _, _, tensor in transfers)
-        for channel, side, tensor in transfers:
+        ends = ((stage, after), True), ((previous, stage), False), ((stage, previous), True), ((after, stage), False)
+        for (channel, sends), tensor in zip(ends, step, strict=True):
             if tensor is not None:
-                channels[channel][side].append((stage, tensor))
-                sends, receives = channels[channel]
-                if sends and receives:
-                    (sender, sent), (receiver, expected) = sends.popleft(), receives.popleft()
-                    assert sent == expected
-                    done = now + link[link_between(schedule.stages, sender, receiver)]
-                    heapq.heappush(clock, (done, sender))
-                    heapq.heappush(clock, (done, receiver))
+                yield (*channel, tensor.kind, sends), tensor
+
+    def done(side: tuple[int, int, str, bool], tensor: PassId) -> float | None:
+        """When a transfer is through; None if its other end has not begun it."""
+        number = [each for each, _ in posts[side]].index(tensor)
+        other = posts[(*side[:3], not side[3])]
+        if side[3] and not rendezvous:
+            return 0.0
+        if number >= len(other):
+            return None
+        (there, came), (_, own) = other[number], posts[side][number]
+        assert there == tensor
+        return (max(came, own) if rendezvous else came) + link[link_between(schedule.stages, *side[:2])]
+
+    while moved:
+        moved = False
+        for stage, program in enumerate(programs):
+            while program:
+                step = program[0]
+                if isinstance(step, PassId):
+                    spans[stage, step] = (clock[stage], clock[stage] + duration(run, stage, step))
+                    clock[stage] = spans[stage, step][1]
+                elif isinstance(step, SendReceive):
+                    for side, tensor in posted(stage, step):
+                        posts[side].append((tensor, clock[stage]))
+                else:
+                    ends = [done(*each) for each in posted(stage, step.transfers)]
+                    if None in ends:
+                        break
+                    clock[stage] = max(clock[stage], *ends)
+                program.popleft()
+                moved = True
     assert not any(programs), "deadlock"
     return spans
 

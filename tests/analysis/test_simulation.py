@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation import compiled, simulate
-from megaprof.parallel.schedules import PassId, PipelineSchedule, phase_order, turns
+from megaprof.parallel.schedules import OVERLAPS, PassId, PipelineSchedule, phase_order, turns
 from megaprof.parallel.schedules import producer as made_by
 from tests.analysis.brute_force import (
     brute_force_buffered,
-    brute_force_rendezvous,
+    brute_force_programs,
     duration,
     milliseconds,
     no_rendezvous,
@@ -24,7 +24,7 @@ from tests.analysis.brute_force import (
     runs,
     schedule_of,
 )
-from tests.analysis.truth.programs import program
+from tests.analysis.truth.programs import programs_of
 from tests.analysis.truth.simulation import simulate as events
 
 KINDS = ("forward", "backward")
@@ -45,10 +45,9 @@ def passes_of(run) -> np.ndarray:
     )
 
 
-@given(runs(), st.booleans(), st.data())
-def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, data):
-    rendezvous = rendezvous and not no_rendezvous(run)
-    schedule = schedule_of(run)
+@given(runs(), st.booleans(), st.sampled_from(OVERLAPS), st.data())
+def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, overlap, data):
+    schedule = schedule_of(run, overlap)
     each = st.lists(milliseconds, min_size=schedule.stages, max_size=schedule.stages)
     link, entry = data.draw(each), data.draw(each)
     replay = compiled(schedule, rendezvous)
@@ -56,7 +55,9 @@ def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, data)
     options = {"entry": entry, "link": link}
     starts, ends = replay.starts(passes, **options), replay.ends(passes, **options)
     assert starts.shape == ends.shape == passes.shape == replay.shape
-    expected = (brute_force_rendezvous if rendezvous else brute_force_buffered)(run, link, entry)
+    expected = brute_force_programs(schedule, run, link, entry, rendezvous)
+    if not rendezvous and (overlap == "all" or schedule.chunks == 1):
+        assert expected == brute_force_buffered(run, link, entry)
     found = {
         (stage, PassId(KINDS[kind], chunk, m)): (starts[stage, chunk, kind, m], ends[stage, chunk, kind, m])
         for stage, chunk, kind, m in np.ndindex(passes.shape)
@@ -81,7 +82,8 @@ def test_a_pass_that_began_late_delays_no_other_beyond_its_end():
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(1, 1, 3), (4, 1, 9), (2, 1, 1), (4, 3, 8), (3, 2, 6)])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_many_steps_at_once_are_each_alone(stages, chunks, microbatches, forward_only, rendezvous):
-    schedule = PipelineSchedule.checked(stages, chunks, microbatches, forward_only=forward_only)
+    overlap = "none" if rendezvous else "all"  # as `simulate` has it
+    schedule = PipelineSchedule.checked(stages, chunks, microbatches, forward_only=forward_only, overlap=overlap)
     replay = compiled(schedule, rendezvous)
     random = np.random.default_rng(0)
     passes = random.random((3, 1, *replay.shape))
@@ -130,27 +132,28 @@ def test_shapes_that_do_not_fit_are_named():
     ):
         with pytest.raises(ValueError, match=word):
             replay.step_ms(arguments[0], **arguments[1])
-    with pytest.raises(ValueError, match="2 stages"):
-        compiled(PipelineSchedule.checked(2, 2, 4), True)
 
 
-@given(st.tuples(st.integers(3, 5), st.integers(2, 3), st.integers(1, 3)), st.booleans(), st.integers(0, 9))
-def test_messages_that_are_received_in_turn_equal_the_tests_own_simulation(sizes, forward_only, seed):
+@given(
+    st.tuples(st.integers(3, 5), st.integers(2, 3), st.integers(1, 3)),
+    st.booleans(),
+    st.integers(0, 9),
+    st.sampled_from(["none", "steady"]),
+    st.booleans(),
+)
+def test_interleaved_exchanges_equal_the_tests_own_simulation(sizes, forward_only, seed, overlap, buffered):
     stages, chunks, groups = sizes
     microbatches = groups * stages
     rng = np.random.default_rng(seed)
     work = rng.uniform(0.1, 2.0, (stages, chunks, 2, microbatches, 1, 1))
     enter, link = rng.uniform(0, 3, (stages, 1, 1)), rng.uniform(0, 0.5, (stages, 1, 1))
-    programs = [
-        program(s, stages=stages, chunks=chunks, microbatches=microbatches, forward_only=forward_only)
-        for s in range(stages)
-    ]
-    done = events(programs, work, enter, link, buffered=True)
+    programs = programs_of(stages, chunks, microbatches, forward_only, overlap if overlap == "steady" else False)
+    done = events(programs, work, enter, link, buffered=buffered)
     schedule = PipelineSchedule.checked(
-        stages, chunks, microbatches, name="interleaved", forward_only=forward_only, group_size=stages
+        stages, chunks, microbatches, name="interleaved", forward_only=forward_only, overlap=overlap
     )
     passes = work[:, :, : len(schedule.kinds), :, 0, 0]
-    took = compiled(schedule, rendezvous=False, in_turn=True).step_ms(passes, entry=enter[:, 0, 0], link=link[:, 0, 0])
+    took = compiled(schedule, not buffered).step_ms(passes, entry=enter[:, 0, 0], link=link[:, 0, 0])
     assert took == pytest.approx(max(float(own[-1].end[0, 0]) for own in done))
 
 
@@ -179,7 +182,7 @@ def test_rendezvous_replay_equals_brute_force_and_is_never_faster(run, p2p_ms):
             simulate(**run, p2p_ms=p2p_ms, rendezvous=True)
         return
     simulation = simulate(**run, p2p_ms=p2p_ms, rendezvous=True)
-    assert spans_of(simulation) == brute_force_rendezvous(run, *uniform(run, p2p_ms))
+    assert spans_of(simulation) == brute_force_programs(schedule_of(run, "none"), run, *uniform(run, p2p_ms))
     assert simulation.step_ms >= simulate(**run, p2p_ms=p2p_ms).step_ms
 
 

@@ -79,8 +79,8 @@ def pipeline(sizes: ParallelSizes, layers: tuple[int, ...], *exchanges: Exchange
 def test_a_pipeline_takes_what_its_replay_does() -> None:
     send = Exchange("send", 3_000_000, False, True, (0, 1), MICROBATCHES)
     made = pipeline(ParallelSizes(pp=2), (3, 1), send, replace(send, kind="recv"))
-    expected = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES, p2p_ms=3.0).step_ms
-    without = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES).step_ms
+    expected = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES, p2p_ms=3.0, rendezvous=True).step_ms
+    without = simulate([[30.0], [10.0]], [[60.0], [20.0]], MICROBATCHES, rendezvous=True).step_ms
     assert made.step_ms.value == pytest.approx(expected)
     assert made.step[-1] == pytest.approx(without)
     assert made.step_ms.low < expected - 1.0 < expected + 1.0 < made.step_ms.high

@@ -406,7 +406,7 @@ def _gain_of_filling(run: Examined) -> Floats:
     if schedule.name == "interleaved":
         wanted = -(-wanted // schedule.group_size) * schedule.group_size
     view = run.view
-    longer = compiled(schedule._replace(microbatches=wanted), view.replay.rendezvous, view.replay.in_turn)
+    longer = compiled(schedule._replace(microbatches=wanted), view.replay.rendezvous)
     again = view.passes[..., np.arange(wanted) % schedule.microbatches]
     many = longer.step_ms(again, entry=view.entry, link=view.link).max(axis=1)
     gain: Floats = view.pipelines_ms.max(axis=1) - many * schedule.microbatches / wanted

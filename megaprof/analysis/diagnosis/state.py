@@ -1,23 +1,21 @@
 """A run in the form that a replay takes: the times of passes, entries and links, which terms change one by one.
 
-The passes around an exchange show how long it took once both sides were ready. A buffered message travels by itself. A
-stage that was free before its input was made waited only for the exchange; if messages are received in turn, so did a
-stage that reached the exchange before its input was made. A rendezvous begins when both stages have reached the
-exchange: after their passes, or after an earlier exchange, which was complete when the pass of its receiver began.
+The passes around an exchange show how long it took once both sides were ready: a rendezvous when both stages had begun
+it, a buffered message when its sender had. They began it after a pass, or after an earlier exchange, which was complete
+when the pass of its receiver began. A stage that waited for it before it was ready waited only for the exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from itertools import pairwise, zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, producer, stage_program
+from megaprof.parallel.schedules import PassId, PipelineSchedule, Wait, phase_order, stage_program
 
 
 def measured(table: Table) -> tuple[Replay, Floats, Floats, Floats]:
@@ -26,21 +24,13 @@ def measured(table: Table) -> tuple[Replay, Floats, Floats, Floats]:
     entry = np.nan_to_num(table.entry)
     # The first stage waits for nobody. If its first pass is late, this may delay the first pass of any rank.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
-    schedule = table.schedule
-    buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
-    models = [buffered] if schedule.stages == 1 else [rendezvous, buffered]
-    if schedule.name == "interleaved":
-        models = [buffered] if schedule.stages == 2 else [rendezvous, buffered, in_turn]
-    models.sort(key=lambda model: model[0] != table.rendezvous)
-    if not table.clocks:
-        # Without a common clock, the ends of passes say nothing about exchanges, so the metadata decide.
-        models = models[:1]
     tried = []
-    for model in models:
-        replay = compiled(schedule, *model)
+    # Without a common clock, the ends of passes say nothing about exchanges.
+    for rendezvous in (True, False) if table.clocks else (True,):
+        replay = compiled(table.schedule, rendezvous)
         link = links(table, replay)
         apart = table.start - replay.starts(table.end, entry=entry, link=link, ended=True)
-        # No timeline resolves less than a microsecond. Of models that differ by less, the metadata's comes first.
+        # No timeline resolves less than a microsecond. Of models that differ by less, it is the rendezvous.
         tried.append((round(float(np.mean(np.abs(apart))), 3), replay, link, apart))
     _, replay, link, apart = min(tried, key=lambda each: each[0])
     return replay, table.passes + _between(apart) if table.clocks else table.passes, entry, link
@@ -68,8 +58,7 @@ def links(table: Table, replay: Replay) -> Floats:
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
-    found = _met if replay.rendezvous or replay.in_turn else _arrived
-    for sender, receiver, kind, took in found(table, replay.rendezvous) if table.clocks else ():
+    for sender, receiver, kind, took in _met(table, replay.rendezvous) if table.clocks else ():
         samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
     values = np.full((t, d, s), np.nan)
     for number, by_kind in enumerate(samples):
@@ -113,77 +102,50 @@ def _by_pass(schedule: PipelineSchedule, times: Floats) -> dict[tuple[int, PassI
     }
 
 
-def _arrived(table: Table, held: bool) -> Iterator[_Sample]:
-    """Yields the samples of messages that travel by themselves; then no sender is ``held``."""
-    begun, ended = (_by_pass(table.schedule, times) for times in (table.start, table.end))
-    for stage in range(table.schedule.stages):
-        free = table.start[:, :, stage].min(axis=(2, 3, 4))
-        for which in phase_order(table.schedule, stage):
-            source = producer(table.schedule, stage, which)
-            if source is not None and source[0] != stage:
-                made = ended[source]
-                waited = np.maximum(begun[stage, which] - made, 0.0)
-                yield source[0], stage, which.kind, np.where(free <= made, waited, np.nan)
-            free = ended[stage, which]
-
-
 def _met(table: Table, held: bool) -> Iterator[_Sample]:
-    """Yields the samples of stages that meet to exchange. ``held``: whether a sender waits for its receiver."""
+    """Yields the samples of stages that exchange. ``held``: whether a sender waits for its receiver."""
     stages = table.schedule.stages
     begun, ended = (_by_pass(table.schedule, times) for times in (table.start, table.end))
-    programs = [stage_program(table.schedule, stage) for stage in range(stages)]
     came: dict[_Transfer, dict[int, Floats]] = {}
-    for stage, program in enumerate(programs):
+    waits: list[tuple[int, PassId, Floats, list[_Transfer]]] = []  # stage, its pass, since when it waited, for which
+    for stage in range(stages):
         there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
         if not np.isnan(table.entry).any():
             there = table.entry[:, :, stage]
-        for step, following in zip_longest(program, program[1:]):
+        awaited: list[_Transfer] = []
+        for step in stage_program(table.schedule, stage):
             if isinstance(step, PassId):
-                there = ended[stage, step]
-                continue
-            for transfer in _transfers(step, stage, stages):
-                came.setdefault(transfer, {})[stage] = there
-            if held and isinstance(following, SendReceive):
-                for _, receiver, which in _transfers(step, stage, stages):
-                    if receiver != stage:
-                        there = np.maximum(there, begun[receiver, which])
-    for stage, program in enumerate(programs):
-        for step, following in pairwise(program):
-            # An input for a later pass is of no use here: that pass began some time after the exchange.
-            if isinstance(step, PassId) or following not in (step.recv_prev, step.recv_next):
-                continue
-            ready = {transfer: came[transfer] for transfer in _transfers(step, stage, stages)}
-            if any(len(both) != 2 for both in ready.values()):
-                continue
-            own = next(transfer for transfer in ready if transfer[1:] == (stage, following))
-            if held:
-                later = {transfer: np.maximum(*both.values()) for transfer, both in ready.items()}
+                waits.append((stage, step, there, awaited))
+                there, awaited = ended[stage, step], []
+            elif isinstance(step, Wait):
+                awaited += step.transfers.transfers(stage, stages)
             else:
-                later = {transfer: both[transfer[0]] for transfer, both in ready.items() if transfer[1] == stage}
-            # The exchange ended with the last of its transfers, which may have been that of another link.
-            last = reduce(np.maximum, later.values())
-            waited = last >= came[own][stage]
-            for (sender, receiver, _), ends in later.items():
-                if _link(sender, receiver, stages) != _link(own[0], stage, stages):
-                    waited &= last > ends
-            took = np.maximum(begun[own[1:]] - last, 0.0)
-            yield own[0], stage, own[2].kind, np.where(waited, took, np.nan)
+                for _, receiver, which in awaited:
+                    if held and receiver != stage:
+                        there = np.maximum(there, begun[receiver, which])
+                awaited = [transfer for transfer in awaited if transfer[1] == stage]
+                for transfer in step.transfers(stage, stages):
+                    came.setdefault(transfer, {})[stage] = there
+    for stage, following, since, awaited in waits:
+        # An input for a later pass is of no use here: that pass began some time after the exchange.
+        own = next((transfer for transfer in awaited if transfer[1:] == (stage, following)), None)
+        if own is None or any(len(came[transfer]) != 2 for transfer in awaited):
+            continue
+        if held:
+            later = {transfer: np.maximum(*came[transfer].values()) for transfer in awaited}
+        else:
+            later = {transfer: came[transfer][transfer[0]] for transfer in awaited if transfer[1] == stage}
+        # The exchange ended with the last of its transfers, which may have been that of another link.
+        last = reduce(np.maximum, later.values())
+        waited = last >= since
+        for (sender, receiver, _), ends in later.items():
+            if _link(sender, receiver, stages) != _link(own[0], stage, stages):
+                waited &= last > ends
+        took = np.maximum(begun[own[1:]] - last, 0.0)
+        yield own[0], stage, own[2].kind, np.where(waited, took, np.nan)
 
 
 def _link(sender: int, receiver: int, stages: int) -> int:
     """Returns the number of the link between two stages: the lower stage, or the last one if it leads to the first."""
     low, high = sorted((sender, receiver))
     return low if high == low + 1 else stages - 1
-
-
-def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[_Transfer]:
-    """Yields every transfer of an exchange."""
-    following, previous = (stage + 1) % stages, (stage - 1) % stages
-    for sender, receiver, which in (
-        (stage, following, step.send_next),
-        (previous, stage, step.recv_prev),
-        (stage, previous, step.send_prev),
-        (following, stage, step.recv_next),
-    ):
-        if which is not None:
-            yield sender, receiver, which

@@ -54,8 +54,6 @@ class Table:
     target: str
     role: str | None
     schedule: PipelineSchedule
-    rendezvous: bool
-    """True if a sender waits for its receiver, according to the metadata."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
     calls: npt.NDArray[np.int64]

@@ -11,6 +11,7 @@ Also reads a job from the metadata of its ranks.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -129,7 +130,6 @@ def tabulate(
         target=key.target,
         role=key.role,
         schedule=schedule,
-        rendezvous=rendezvous_of(metadata, schedule.forward_only),
         steps=steps >> CALLS,
         calls=steps & (1 << CALLS) - 1,
         offset_ns=offset_ns,
@@ -240,6 +240,9 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
     not say enough, or if Megatron refuses the schedule."""
     if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
         raise Unfit(Note("schedule_unknown", said="the files name no schedule, or not its microbatches"))
+    p2p, version = metadata.p2p or {}, re.match(r"(\d+)\.(\d+)", metadata.megatron_core or "")
+    since_0_18 = version is not None and (int(version[1]), int(version[2])) >= (0, 18)
+    overlap = "all" if p2p.get("overlap_p2p_comm_warmup_flush") else "steady"
     try:
         return PipelineSchedule.checked(
             metadata.sizes.pp,
@@ -249,18 +252,11 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
             group_size=metadata.microbatch_group_size,
             forward_only=forward_only,
             combined=combined,
+            frees=bool(p2p.get("deallocate_pipeline_outputs")) and since_0_18,
+            overlap="none" if p2p.get("overlap_p2p_comm") is False else overlap,
         )
     except ValueError as fault:
         raise Unfit(Note("schedule_unknown", said=f"it cannot be rebuilt: {fault}")) from None
-
-
-def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
-    """Returns whether a sender waits for its receiver by Megatron's settings. It does unless exchanges overlap with
-    computing. Only the interleaved schedule overlaps them, and not in forward-only passes."""
-    if metadata.schedule != "interleaved":
-        return metadata.sizes.pp > 1
-    overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
-    return metadata.sizes.pp > 2 and (forward_only or overlap is False)
 
 
 def cells_of(

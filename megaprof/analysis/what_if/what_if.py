@@ -112,7 +112,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         replay_error=Spread.of(errors.tolist()),
         measured_ms=run.step_ms,
         outside_ms=float(table.reduction.mean()),
-        rendezvous=run.view.replay.rendezvous,
+        rendezvous=run.view.replay.rendezvous and run.view.replay.schedule.stages > 1,
         p2p_ms=steps.p2p_ms,
         allocated=peaks(table.memory),
     )

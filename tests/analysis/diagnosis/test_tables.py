@@ -94,7 +94,7 @@ def test_what_microbatches_consist_of_is_told_by_the_first_stage(tmp_path: Path)
 def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     """A stage that has twice the work: a replay of the truth says what the step would be without it, or with another
     number of microbatches."""
-    schedule = PipelineSchedule.checked(4, 2, 8, combined=True)
+    schedule = PipelineSchedule.checked(4, 2, 8, combined=True, overlap="all")
     replay = compiled(schedule, False)
     times = np.broadcast_to(np.array([10.0, 20.0])[:, None], (4, 2, 2, 8)).copy()
     even = float(replay.step_ms(times))
@@ -117,7 +117,7 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     assert found.keys() == {"balanced", 4, 16}
     assert found["balanced"] == pytest.approx(1.25 * even, rel=1e-3)
     for count in (4, 16):
-        other = compiled(PipelineSchedule.checked(4, 2, count, combined=True), False)
+        other = compiled(PipelineSchedule.checked(4, 2, count, combined=True, overlap="all"), False)
         each = np.broadcast_to(times[..., :1] * 8 / count, (4, 2, 2, count))
         assert found[count] == pytest.approx(float(other.step_ms(each)), rel=1e-3)
 

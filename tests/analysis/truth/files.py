@@ -129,7 +129,12 @@ def described(
         "seq_length": 4096,
         "micro_batch_size": 1,
         "chunks": chunks,
-        "p2p": {"batch_p2p_comm": batched, "batch_p2p_sync": False, "overlap_p2p_comm": overlapped},
+        "p2p": {
+            "batch_p2p_comm": batched,
+            "batch_p2p_sync": False,
+            "overlap_p2p_comm": overlapped,
+            "overlap_p2p_comm_warmup_flush": overlapped,
+        },
         "host": host,
         "pid": 1000 + coords.rank,
         "ranges": {"microbatch": True},

@@ -330,9 +330,9 @@ def ran(
 ) -> Run:
     """``work``, ``enter`` and ``link`` as `simulate` has them; ``tail``: of the gradient reduction, ``[step]``."""
     chunks = work.shape[1]
-    # Chunks where there were none: with overlapped exchanges, as Megatron-LM has them unless it is told otherwise.
-    overlapped = one.overlapped if one.chunks > 1 else chunks > 1
-    buffered = overlapped or (one.buffered and one.chunks == chunks)
+    # Chunks where there were none: as Megatron-LM has them unless it is told otherwise.
+    overlapped = one.overlapped if one.chunks > 1 else "steady" if chunks > 1 else False
+    buffered = one.buffered or overlapped is True
     programs = programs_of(one.stages, chunks, one.microbatches, one.forward_only, overlapped)
     done = simulate(programs, work, enter, link, buffered=buffered, loads=loads)
     ends = np.stack([own[-1].end for own in done])

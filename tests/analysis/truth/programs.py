@@ -2,8 +2,10 @@
 
 Facts of ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19): warm-up of ``stages - stage - 1`` forwards,
 or, with model chunks, of twice that and all but the last chunk of a group; then one forward and one backward in turn;
-then the backwards that are left. Exchanges of model chunks may overlap with computing (``overlap_p2p_comm``, without
-which two stages are refused): then a stage waits for the input of a pass right before it, and for nothing else.
+then the backwards that are left. Exchanges of model chunks may overlap with computing (without that, two stages are
+refused): where forwards and backwards alternate (``steady``, ``overlap_p2p_comm``), or all of them (also
+``overlap_p2p_comm_warmup_flush``). These are only written down for messages that hold no sender: a stage waits for the
+input of a pass right before it, and for nothing else.
 
 Nothing of ``megaprof.analysis`` is used: this is what its own schedules are tested with.
 """
@@ -37,26 +39,29 @@ class Exchange:
     name: str
     sends: tuple[Channel, ...] = ()
     receives: tuple[Channel, ...] = ()
+    begins: bool = False
+    """It returns at once. A later call whose name begins with ``wait`` returns when they are through."""
 
 
 Program = Sequence[Pass | Exchange]
 
 
 def program(
-    stage: int, *, stages: int, chunks: int, microbatches: int, forward_only: bool, overlapped: bool = False
+    stage: int, *, stages: int, chunks: int, microbatches: int, forward_only: bool, overlapped: bool | str = False
 ) -> Program:
-    """What ``stage`` does in a step; ``overlapped``: only with model chunks."""
+    """What ``stage`` does in a step; ``overlapped``: only with model chunks; all exchanges, or those that are
+    ``steady``."""
     if stages == 1:
         kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
         return [Pass(kind, 0, mb) for mb in range(microbatches) for kind in kinds]
     if chunks > 1:
         own = _Interleaved(stage, stages, chunks, microbatches, forward_only)
-        return own.overlapped() if overlapped else own.program()
+        return own.program(overlapped == "steady") if overlapped in (False, "steady") else own.overlapped()
     return _plain(stage, stages, microbatches, forward_only)
 
 
 def programs_of(
-    stages: int, chunks: int, microbatches: int, forward_only: bool = False, overlapped: bool = False
+    stages: int, chunks: int, microbatches: int, forward_only: bool = False, overlapped: bool | str = False
 ) -> list[Program]:
     """Of every stage."""
     given = {"chunks": chunks, "microbatches": microbatches, "forward_only": forward_only, "overlapped": overlapped}
@@ -159,7 +164,7 @@ class _Interleaved:
             done += [each, Exchange(names[each.kind], sends)]
         return done
 
-    def program(self) -> Program:
+    def program(self, steady: bool = False) -> Program:
         count = len(self.order)
         begin = () if self.first else ((FORWARD, self.stage - 1, self.stage),)
         done: list[Pass | Exchange] = [Exchange("recv_forward", (), begin)]
@@ -167,12 +172,32 @@ class _Interleaved:
         for n in range(self.warm):
             done.append(self.at(FORWARD, n))
             sends, receives = self.sends(FORWARD, n), self.receives(FORWARD, n)
-            if n == self.warm - 1 and not self.forward_only and self.warm < count:
+            turns = n == self.warm - 1 and not self.forward_only and self.warm < count
+            if turns and not steady:
                 done.append(Exchange("send_forward_backward_recv_forward_backward", sends, receives + end))
             else:
                 done.append(Exchange("send_forward_recv_forward", sends, receives))
+            if turns and steady:
+                done.append(Exchange("send_backward_recv_backward", (), end, begins=True))
         left = count - self.warm
-        for n in range(left):
+        coming, sent = {FORWARD: 0, BACKWARD: len(end)}, {FORWARD: (), BACKWARD: ()}
+
+        def wait(kind: int, n: int) -> None:
+            """Of the inputs on the way the first one, before a pass that has an input."""
+            begins = (self.first, 0) if kind == FORWARD else (self.last, self.chunks - 1)
+            if coming[kind] and (True, self.at(kind, n).chunk) != begins:
+                step = -1 if kind == FORWARD else 1
+                done.append(Exchange("wait_recv", (), ((kind, (self.stage + step) % self.stages, self.stage),)))
+                coming[kind] -= 1
+
+        for n in range(left if steady else 0):
+            for kind, number, goes_on in ((FORWARD, self.warm + n, n < left - 1), (BACKWARD, n, True)):
+                wait(kind, number)
+                sends, receives = self.sends(kind, number), self.receives(kind, number) if goes_on else ()
+                done += [self.at(kind, number), Exchange("send_recv", sends, receives, begins=True)]
+                done.append(Exchange("wait_send", sent[kind]))
+                sent[kind], coming[kind] = sends, coming[kind] + len(receives)
+        for n in range(0 if steady else left):
             forward = self.warm + n
             done += [self.at(FORWARD, forward), self.at(BACKWARD, n)]
             sends = self.sends(FORWARD, forward) + self.sends(BACKWARD, n)
@@ -183,7 +208,9 @@ class _Interleaved:
         if self.warm == count:
             done.append(Exchange("recv_backward", (), end))
         for n in range(left, count):
+            if steady and left:
+                wait(BACKWARD, n)
             done.append(self.at(BACKWARD, n))
             receives = self.receives(BACKWARD, n) if n < count - 1 else ()
             done.append(Exchange("send_backward_recv_backward", self.sends(BACKWARD, n), receives))
-        return done
+        return [*done, Exchange("wait_send", sent[BACKWARD])] if steady else done

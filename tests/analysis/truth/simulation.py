@@ -1,15 +1,16 @@
 """When everything in a step happens, for all steps and replicas at once: a plain simulation of events.
 
 Every stage works through its program (`programs`). A pass takes the time that it is given. An exchange begins when its
-stage comes to it. A message is through ``link`` milliseconds after both ends are there (a rendezvous, as with NCCL).
-Where messages are buffered, it is through ``link`` milliseconds after it was sent, and its sender does not wait.
+stage comes to it; the stage goes on when it is through, or goes on at once and waits for it later. A message is through
+``link`` milliseconds after both ends are there (a rendezvous, as with NCCL). Where messages are buffered, it is through
+``link`` milliseconds after it was sent, and its sender does not wait.
 
 Every time is an array ``[step, replica]`` in milliseconds since the step began on the rank that began it first.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,7 @@ def simulate(
     done: list[list[Done]] = [[] for _ in programs]
     posts: dict[tuple[Channel, int, bool], Times] = {}  # channel, number, whether it is the sender's
     counts: dict[tuple[Channel, bool], int] = defaultdict(int)
+    begun: dict[tuple[Channel, bool], deque[int]] = defaultdict(deque)  # and not waited for
     waiting: list[list[tuple[Channel, int, bool]] | None] = [None] * stages
     place = [0] * stages
     moved = True
@@ -98,7 +100,7 @@ def simulate(
                     clock[stage] = now + takes if load is None else load.end(now, takes)
                 else:
                     if waiting[stage] is None:
-                        waiting[stage] = _post(what, now, posts, counts)
+                        waiting[stage] = _post(what, now, posts, counts, begun)
                         moved = True
                     ends = _through(waiting[stage] or [], posts, link, buffered)
                     if ends is None:
@@ -118,15 +120,23 @@ def _post(
     now: Times,
     posts: dict[tuple[Channel, int, bool], Times],
     counts: dict[tuple[Channel, bool], int],
+    begun: dict[tuple[Channel, bool], deque[int]],
 ) -> list[tuple[Channel, int, bool]]:
-    """The messages of a call, each with its number on its channel."""
+    """The messages that a call waits for, each with its number on its channel."""
     found = []
     for channels, sender in ((what.sends, True), (what.receives, False)):
         for channel in channels:
+            before = begun[channel, sender]
+            if what.name.startswith("wait") and before:
+                found.append((channel, before.popleft(), sender))
+                continue
             message = (channel, counts[channel, sender], sender)
             counts[channel, sender] += 1
             posts[message] = now
-            found.append(message)
+            if what.begins:
+                before.append(message[1])
+            else:
+                found.append(message)
     return found
 
 

@@ -47,7 +47,8 @@ def searched(
     **options: Any,
 ) -> dict[Layout, float]:
     """The layouts that the search finds for such a model."""
-    schedule = PipelineSchedule.checked(pp, vpp, microbatches, forward_only=forward_only)
+    overlap = "none" if rendezvous else "all"  # as `simulate` has it
+    schedule = PipelineSchedule.checked(pp, vpp, microbatches, forward_only=forward_only, overlap=overlap)
     units: list[Unit] = [
         (name, [one.forward_ms] if forward_only else [one.forward_ms, one.backward_ms])
         for name, one in cost.units(layers, mtp_layers)

@@ -30,10 +30,11 @@ def test_another_order_than_megatrons_is_not_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_exchanges_are_replayed_as_they_fit(tmp_path: Path, waits: bool) -> None:
+    p2p = {"overlap_p2p_comm": not waits, "overlap_p2p_comm_warmup_flush": not waits}
     times = [[10.0, 10.0], [14.0, 6.0], [10.0, 10.0], [6.0, 14.0]]
     run = simulate(times, [[2 * ms for ms in each] for each in times], 8, p2p_ms=8.0, rendezvous=waits)
     for pp in range(4):
-        metadata = {"schedule": "interleaved", "microbatch_group_size": 4, "p2p": {"overlap_p2p_comm": True}}
+        metadata = {"schedule": "interleaved", "microbatch_group_size": 4, "p2p": p2p}
         held = [chunk(2, embedding=pp == 0), chunk(2, loss=pp == 3)]
         trace = TraceBuilder(pp=pp, pp_size=4, microbatches=8, chunks=held, metadata=metadata)
         for event in run.events:

@@ -19,12 +19,15 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions, worth_showing
 from megaprof.analysis.simulation import simulate
+from megaprof.analysis.table.tabulate import schedule_of
 from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.contents import Cost
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline
 from tests.analysis.what_if.oracle import CostModel, replay_layout
@@ -333,27 +336,30 @@ def test_other_microbatches_and_chunks_say_what_they_assume():
 
 
 @pytest.mark.parametrize(
-    ("p2p", "stages", "target", "rendezvous"),
+    ("p2p", "version", "overlap", "frees"),
     [
-        ({"overlap_p2p_comm": True}, 4, "train_actor", False),
-        ({"overlap_p2p_comm": False}, 4, "train_actor", True),
-        ({"overlap_p2p_comm": True}, 4, "train_log_probs", True),
-        ({"overlap_p2p_comm": True}, 2, "train_log_probs", False),
-        (None, 4, "train_actor", False),
+        (None, "0.18.0", "steady", False),
+        ({"overlap_p2p_comm": False}, "0.18.0", "none", False),
+        ({"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}, "0.17.1", "steady", False),
+        ({"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}, "0.18.0rc0", "steady", True),
+        ({"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}, None, "all", False),
     ],
 )
-def test_exchanges_of_the_interleaved_schedule_meet_unless_they_overlap(tmp_path, p2p, stages, target, rendezvous):
-    forward = [[10.0, 10.0]] * stages
-    run = simulate(forward, forward if target == "train_actor" else None, 4, rendezvous=rendezvous)
-    for pp in range(stages):
-        held = [chunk(1, embedding=pp + c == 0, loss=(pp, c) == (stages - 1, 1)) for c in range(2)]
-        metadata = {"schedule": "interleaved", "p2p": p2p}
-        trace = TraceBuilder(pp=pp, pp_size=stages, target=target, chunks=held, metadata=metadata)
-        for event in (e for e in run.events if e.stage == pp):
-            getattr(trace, event.phase)(event.microbatch, event.start_ms, 10.0, event.chunk)
-        trace.call(0.0, run.step_ms)
-        trace.write(tmp_path)
-    assert analyze(tmp_path).targets[0].what_if.rendezvous is rendezvous
+def test_exchanges_of_the_interleaved_schedule_overlap_where_the_metadata_say_so(p2p, version, overlap, frees):
+    one = ModelChunk(False, 1, (1,), 0, False, ("dense",))
+    coords = WorldLayout(ParallelSizes(pp=4)).coords(0)
+    metadata = Metadata(
+        "train_actor",
+        coords,
+        (0, 0),
+        schedule="interleaved",
+        microbatches=4,
+        chunks=(one, one),
+        p2p=p2p,
+        megatron_core=version,
+    )
+    schedule = schedule_of(metadata, False)
+    assert (schedule.overlap, schedule.frees) == (overlap, frees)
 
 
 def test_exchanges_of_1f1b_are_replayed_as_what_comes_closer():
