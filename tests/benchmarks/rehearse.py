@@ -6,6 +6,10 @@ Each case is a command (`tests/tune/job.py`): real schedules over gloo, with lay
 given time, or compute. What it would do on all its ranks is predicted from its stages, which run alone, and then all
 its ranks run. So do the layout that the rehearsal calls best, and the ``--others`` that it predicts to be fast.
 
+A job's ranks are to have the same machine in both. GPUs share nothing that passes need, but two cores share a cache and
+memory: while a stage of layers that compute is rehearsed, so is the other one, and both begin each step together. Four
+ranks share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
+
 The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
 (wanted: within 0.05); ``inside``, how many of these real steps are in their intervals (wanted: 9 of 10); ``order``,
 whether the layouts are as fast as each other in the predicted order, where they differ by more than 2 %; ``part``, the
@@ -22,14 +26,18 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Interval, errors_of_mean
-from megaprof.rehearse.rehearsal import Rehearsal, rehearsed
+from megaprof.rehearse import rehearsal
+from megaprof.rehearse.pipeline import Stage, record
+from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune import trial
 from megaprof.tune.command import with_layout
 from tests.benchmarks.cores import awake, real_time
@@ -58,13 +66,13 @@ class Case:
         ]
 
 
-_LOSS = ("--loss-ms", "25", "17")
+_LONG = ("--layer-ms", "30", "60")
 CASES = {
     "2 stages, uneven": Case("Etttttt|ttL", ("--memory", "2", "1")),
     "2 stages, 2 chunks": Case("Ett|tt|tt|ttL"),
     "2 stages, tp=2": Case("Ettttt|tttL", tp=2),
-    "4 stages, heavy loss": Case("Ett|tt|tt|ttL", _LOSS, stages=4),
-    "4 stages, uneven": Case("Ettttt|t|t|tL", ("--memory", "2", "1"), stages=4),
+    "4 stages, heavy loss": Case("Ett|tt|tt|ttL", (*_LONG, "--loss-ms", "75", "51"), stages=4),
+    "4 stages, uneven": Case("Ettttt|t|t|tL", (*_LONG, "--memory", "2", "1"), stages=4),
     "2 stages, computing": Case("Etttt|ttL", ("--compute", "--hidden-size", "512")),
 }
 
@@ -95,15 +103,11 @@ def main() -> None:
 def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     words, world = case.command, case.stages * case.tp
     real_time("--compute" not in words)
-    made, _ = rehearsed(
-        words,
-        [sys.executable, *words],
-        out,
-        world,
-        steps=options.steps,
-        links={},
-        per_host=world,
-    )
+    alone = _beside if "--compute" in words else record
+    with patch.object(rehearsal, "record", alone):
+        made, _ = rehearsal.rehearsed(
+            words, [sys.executable, *words], out, world, steps=options.steps, links={}, per_host=world
+        )
     real, memory = _run(words, out / "real", world, options.steps)
     print(f"{case.layout}: {made.step_ms}, really {real}", file=sys.stderr, flush=True)
     both = {"as given": (made.step_ms, real)}
@@ -125,6 +129,19 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         "part": round(min(times.values()) / times[made.best.layout or "" if made.best else "as given"], 4),
         "memory": _memory(made, memory),
     }
+
+
+def _beside(command: list[str], directory: Path, rank: int, world: int, steps: int) -> Stage:
+    """`record`, while the other ranks are recorded, too."""
+    in_step = directory.parent / f"{directory.name}-in-step"
+    in_step.mkdir(parents=True)
+    words = [*command, "--in-step", str(in_step.absolute())]
+    with ThreadPoolExecutor() as pool:
+        places = [
+            directory if each == rank else directory.parent / f"{directory.name}-beside{each}" for each in range(world)
+        ]
+        stages = [pool.submit(record, words, place, each, world, steps) for each, place in enumerate(places)]
+        return stages[rank].result()
 
 
 def _run(words: list[str], place: Path, world: int, steps: int) -> tuple[Interval, tuple[int, ...] | None]:

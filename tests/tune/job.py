@@ -4,7 +4,8 @@ Layers and the output layer take a given time in each pass, most of which they w
 a step is the same on any machine, however many stages share its cores. With ``--compute``, layers compute. With
 ``--memory`` what stands for torch's allocator counts a given size for each layer, and for each of its activations as
 they come and go. With ``--second-fails`` the last rank ends the second trial with an error, once some steps are made,
-while the others wait.
+while the others wait. With ``--in-step DIR`` ranks that are rehearsed side by side, without process groups, begin each
+step together.
 
 ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,13 @@ def main() -> None:
     parser.add_argument("--train-iters", type=int, default=100_000)
     parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--compute", action="store_true")  # layers take what they compute
+    parser.add_argument("--layer-ms", type=float, nargs=2, default=LAYER)
     parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
     parser.add_argument("--memory", type=float, nargs=2, metavar=("LAYER", "ACTIVATIONS"))  # GiB
     parser.add_argument("--save", type=Path)
     parser.add_argument("--refuse")  # a layout in which it runs out of memory
     parser.add_argument("--second-fails", action="store_true")
+    parser.add_argument("--in-step", type=Path)
     args = parser.parse_args()
     if args.save is not None:
         (args.save / "checkpoint").write_text("overwritten")
@@ -77,7 +81,7 @@ def main() -> None:
     with cpu_megatron():
         gpt = build(workload)
         if not args.compute:
-            pace(layers(gpt.chunks), lambda: LAYER)
+            pace(layers(gpt.chunks), lambda: tuple(args.layer_ms))
         ends = [model.output_layer for model in map(language_model, gpt.chunks) if model.post_process]
         pace(ends, lambda: tuple(args.loss_ms))
         if args.memory is not None:
@@ -86,6 +90,10 @@ def main() -> None:
         for step in range(args.train_iters):
             if second and step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 sys.exit("error: no space left for the cache of the data set")
+            if args.in_step is not None:
+                (args.in_step / f"{torch.distributed.get_rank()}-{step}").touch()
+                while len(list(args.in_step.glob(f"*-{step}"))) < torch.distributed.get_world_size():
+                    time.sleep(0.001)
             gpt.train_step(schedules.get_forward_backward_func())
             torch.distributed.barrier()  # Megatron-LM reduces the norm of gradients over all stages
 
