@@ -23,7 +23,7 @@ import numpy as np
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import Arrivals, pack_arrivals, pack_json
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
-from megaprof.recorders.timeline_files import Place
+from megaprof.recorders.timeline_steps import Place
 from megaprof.runtime.isolation import logger
 
 #: NCCL's ring (torch 2.5 and later) and the ring of all other backends (torch 2.8 and later). Each has a handler in
@@ -257,8 +257,9 @@ class Reading:
                 continue
             groups = list(self._grouped(start_ns, called))
             if groups:
-                if new := {arrivals.group for arrivals in groups} - self._described[place.file]:
-                    self._described[place.file] |= new
+                described = self._described[place[0]]
+                if new := {arrivals.group for arrivals in groups} - described:
+                    described |= new
                     yield place, format.GROUPS, pack_json({name: self._groups[name] for name in sorted(new)})
                 yield place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:

@@ -32,14 +32,15 @@ from megaprof.recorders.device import DeviceClock, device_clock, device_memory
 from megaprof.recorders.flight import Reading
 from megaprof.recorders.loop import Collections, Parts, measure_waits
 from megaprof.recorders.tape import Packed, Tape, pack, raw
-from megaprof.recorders.timeline_files import Place, TimelineFiles
 from megaprof.recorders.timeline_steps import (
     Calls,
     Facts,
     Key,
     PackedStep,
+    Place,
     RecordedStep,
     Tally,
+    TimelineFiles,
     change_clock,
 )
 from megaprof.runtime.background import Background

@@ -32,7 +32,7 @@ from megaprof.config.options import options
 from megaprof.formats.job import interval
 from megaprof.formats.names import SHARD_RANKS, shard
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.recorders.timeline_files import FILES
+from megaprof.recorders.timeline_steps import FILES
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.job_timelines import write_timelines
 

@@ -13,7 +13,6 @@ from megaprof.formats.facts import Groups, unpack_arrivals, unpack_json
 from megaprof.formats.flight import Entry, Flight, GroupConfig
 from megaprof.recorders import flight
 from megaprof.recorders.flight import Reading
-from megaprof.recorders.timeline_files import Place
 
 #: What NCCL's ring has of a collective that has ended, beside what is always there (torch 2.13, with timing).
 NCCL = {
@@ -108,7 +107,7 @@ def reading(monkeypatch: pytest.MonkeyPatch, entries: list[Entry], steps: int, f
     found = Reading()
     for row in range(steps):
         begin = 100 + 10 * row
-        found.wrote((Place(file, row), row, begin * SECOND, (begin + 9) * SECOND))
+        found.wrote(((file, row), row, begin * SECOND, (begin + 9) * SECOND))
     return found
 
 
@@ -117,7 +116,7 @@ def test_whole_steps_are_written_with_their_groups_once(monkeypatch: pytest.Monk
     calls = [*(entry(7 + i, 115 + i) for i in range(20)), entry(30, 136, "2"), entry(31, 137, is_p2p=True)]
     own = reading(monkeypatch, calls, 4)
     found = own.look()
-    assert [(place.row, what) for place, what, _ in found] == [
+    assert [(row, what) for (_, row), what, _ in found] == [
         (2, format.GROUPS),
         (2, format.COLLECTIVES),
         (3, format.COLLECTIVES),
@@ -190,7 +189,7 @@ def test_what_is_missing_is_said_once(
         monkeypatch.setattr(flight, "calls", none)
     for _ in range(2):
         assert [what for _, what, _ in own.look(last=True) if what == format.COLLECTIVES] == []
-        own.wrote((Place(1, 0), 1, 100 * SECOND, 109 * SECOND))
+        own.wrote(((1, 0), 1, 100 * SECOND, 109 * SECOND))
     assert [why in line for line in caplog.messages] == [True]
 
 
@@ -201,7 +200,7 @@ def test_ranks_read_at_the_same_steps_and_no_more_often_than_that_costs(monkeypa
     own = reading(monkeypatch, [entry(i, 100 + i) for i in range(10)], 3)
     read = []
     for step in range(3, 1600):
-        own.wrote((Place(1, step), step, (100 + 10 * step) * SECOND, (109 + 10 * step) * SECOND))
+        own.wrote(((1, step), step, (100 + 10 * step) * SECOND, (109 + 10 * step) * SECOND))
         before = len(looks)
         own.look()
         read += [step] if len(looks) > before else []

@@ -15,8 +15,8 @@ from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
-from megaprof.recorders import timeline_files as files
-from megaprof.recorders.timeline_files import Facts, PackedStep, TimelineFiles
+from megaprof.recorders import timeline_steps as files
+from megaprof.recorders.timeline_steps import Facts, PackedStep, TimelineFiles
 from tests.formats.step_records import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
