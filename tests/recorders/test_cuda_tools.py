@@ -29,7 +29,6 @@ class Cuda:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.observers: list[Any] = []
         self.answer = 0
         self.history_on = False
 
@@ -62,8 +61,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: fake.history_on, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
-    monkeypatch.setattr(MemoryRecorder, "_observing", False)
     return fake
 
 
@@ -80,7 +77,7 @@ def test_a_process_that_leaves_its_gpu_alone_keeps_doing_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda.calls.append("is_available"))
     with pytest.raises(ValueError, match=f"--profile-tool {tool}: there is no CUDA device here, or this process does"):
         recorder(config(tmp_path, tool), Writer())
-    assert (cuda.calls, cuda.observers, list(tmp_path.iterdir())) == ([], [], [])
+    assert (cuda.calls, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> None:
@@ -173,28 +170,8 @@ def test_memory_history_is_bounded_on_in_the_window_and_off_again(cuda: Cuda, tm
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_out_of_memory_error_in_a_window_has_a_snapshot_of_its_own(cuda: Cuda, tmp_path: Path) -> None:
-    writer = Writer()
-    recorder = MemoryRecorder(config(tmp_path, "memory"), writer)
-    for _ in range(2):
-        recorder.start(WINDOW)
-        recorder.discard()
-    (observer,) = cuda.observers  # attached once, and for good
-    recorder.start(WINDOW)
-    observer(0, 1 << 30, 70 << 30, 5 << 20)
-    observer(0, 1 << 30, 70 << 30, 5 << 20)
-    recorder.stop(WINDOW, {})
-    observer(0, 1 << 30, 70 << 30, 5 << 20)  # no window is open any more
-    assert cuda.calls.count("snapshot") == 2
-    assert writer.close(60)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{STEM}.memory.pickle", f"{STEM}.oom.memory.pickle"}
-    with open(tmp_path / f"{STEM}.oom.memory.pickle", "rb") as file:
-        facts = json.loads(pickle.load(file)["megaprof"])
-    assert facts == {"out_of_memory": {"device": 0, "wanted": 1 << 30, "allocated": 70 << 30, "free": 5 << 20}}
-
-
-def test_a_fault_in_the_observer_does_not_replace_the_hosts_error(
-    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_snapshot_that_fails_leaves_no_history_on(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = MemoryRecorder(config(tmp_path, "memory"), Writer())
     recorder.start(WINDOW)
@@ -203,11 +180,10 @@ def test_a_fault_in_the_observer_does_not_replace_the_hosts_error(
         raise RuntimeError("no snapshot today")
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
-    cuda.observers[0](0, 1, 2, 3)
-    assert "no snapshot today" in caplog.text
     with pytest.raises(RuntimeError, match="no snapshot today"):
         recorder.stop(WINDOW, {})
-    assert not cuda.history_on, "history must be off again whatever happens"
+    assert not cuda.history_on
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_history_of_somebody_elses_is_left_alone(cuda: Cuda, tmp_path: Path) -> None:

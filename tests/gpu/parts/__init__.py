@@ -33,7 +33,7 @@ PARTS = {
     "compiled": Part("a module compiled by torch.compile: captured, said in the metadata", seconds=60.0),
     "cupti_held": Part("a second subscriber that holds CUPTI: the window says that kernels are missing"),
     "layer_graphs": Part("CUDA graphs of single layers: captured, and what has no ranges is said"),
-    "memory": Part("CUDA memory history of a window, and the snapshot on out of memory"),
+    "memory": Part("CUDA memory history of a window in which an allocation fails"),
     "nsys": Part("cudaProfilerStart and Stop, seen by nsys where there is one"),
     "graph_names": Part("kernels of a replayed full-iteration graph bear microbatch and layer, by annotations"),
     "transformer_engine": Part("Transformer Engine's real layers, bf16 and FP8: ranges and kernels"),
