@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +20,21 @@ from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import contained, in_full
 
 Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
+Argument = tuple[int, str]
+"""Position, not counting ``self``, and name of an argument. The position is impossible if there is no such argument."""
+
+
+@functools.lru_cache(maxsize=64)
+def argument(function: Callable[..., Any], name: str) -> Argument:
+    """Returns where ``function`` takes its argument ``name``."""
+    names = [each for each in inspect.signature(function).parameters if each != "self"]
+    return (names.index(name) if name in names else sys.maxsize), name
+
+
+def given(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the ``argument`` of a call, however it is passed; None if it is not."""
+    index, name = argument
+    return args[index] if index < len(args) else kwargs.get(name)
 
 
 def stepped(

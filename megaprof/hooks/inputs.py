@@ -8,9 +8,6 @@ the device has finished.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +16,7 @@ from megaprof.capture.bounds import capturing
 from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import codes, ranges
 from megaprof.formats.facts import MASK, POSITIONS
-from megaprof.hooks.dispatch import ranged
+from megaprof.hooks.dispatch import argument, given, ranged
 from megaprof.hooks.modules import compiled_in, is_compiled, sites
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import MOST_SEQUENCES, CallFacts, RecordedCall
@@ -43,23 +40,19 @@ def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
 
 
 def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    places = _places(getattr(original, "__func__", original))
-    (packed, _), (tokens, _) = places
+    packed, tokens = (argument(getattr(original, "__func__", original), name) for name in (_PACKED, _TOKENS))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if (call := dispatcher.call) is not None:
             try:
-                call.tape.takes(
-                    args[packed] if packed < len(args) else kwargs.get(_PACKED),
-                    args[tokens] if tokens < len(args) else kwargs.get(_TOKENS),
-                )
+                call.tape.takes(given(packed, args, kwargs), given(tokens, args, kwargs))
             except BaseException as fault:
                 if not contained("looking at a microbatch", dispatcher.drop, fault):
                     raise
         return result
 
-    return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, *places)
+    return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, packed, tokens)
 
 
 def patch_plain_model(dispatcher: Dispatcher, model: Any) -> None:
@@ -106,17 +99,7 @@ def _inputs_of(
     return None if shape is None else (shape,)
 
 
-@functools.lru_cache(maxsize=64)
-def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Returns the positions and names of the packed sequences and the tokens among a bound method's arguments. A
-    position is impossible if there is no such argument."""
-    names = [*inspect.signature(function).parameters]
-    passed = names[1:] if names[:1] == ["self"] else names
-    packed, tokens = (passed.index(name) if name in passed else sys.maxsize for name in (_PACKED, _TOKENS))
-    return (packed, _PACKED), (tokens, _TOKENS)
-
-
-_COUNTS = "tokens_per_expert"
+_COUNTS = 1, "tokens_per_expert"
 
 
 def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
@@ -135,8 +118,7 @@ def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
         # A forward that a backward recomputes was already counted.
         if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
             with Contained("counting the tokens of experts", dispatcher.drop):
-                counts = args[1] if len(args) > 1 else kwargs.get(_COUNTS)
-                if counts is not None:
+                if (counts := given(_COUNTS, args, kwargs)) is not None:
                     call.experts.append(counts)
         return original(*args, **kwargs)
 

@@ -111,7 +111,12 @@ class ModuleRanges:
     def close(self) -> None:
         """Closes the ranges that an exception left open in this thread, and notes which ranges are missing. Can be run
         twice."""
-        self._call.without = _grouped(self.without)
+        layers: dict[tuple[str, str], list[int | None]] = {}  # all that miss the same range for the same reason
+        for name, reason in self.without.items():
+            read = ranges.parse(name)
+            if isinstance(read, ranges.RangeName):
+                layers.setdefault((read.label, reason), []).append(read.fields.get("n"))
+        self._call.without = tuple(WithoutRange(label, tuple(ns), reason) for (label, reason), ns in layers.items())
         for stack in (self._running.forward, self._running.backward):
             while stack:
                 _close(stack, stack[-1])
@@ -151,17 +156,6 @@ class ModuleRanges:
             return
         with Contained("closing a module's backward range", self._dispatcher.drop):
             _close(self._running.backward, this)
-
-
-def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
-    """Returns ``without``, a dict of the reasons by the names of missing ranges, with one entry for all layers that
-    miss the same range for the same reason."""
-    layers: dict[tuple[str, str], list[int | None]] = {}
-    for name, reason in without.items():
-        read = ranges.parse(name)
-        if isinstance(read, ranges.RangeName):
-            layers.setdefault((read.label, reason), []).append(read.fields.get("n"))
-    return tuple(WithoutRange(label, tuple(numbers), reason) for (label, reason), numbers in layers.items())
 
 
 def _close(stack: list[_Pass], this: _Pass) -> None:

@@ -39,55 +39,53 @@ def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
     arguments = signature.bind(*args, **kwargs).arguments
-    return _plain(batch.model(args[0]), None, forward_only=batch.forward_only(arguments))
+    return PlainSteps(batch.model(args[0]), forward_only=batch.forward_only(arguments)).facts
 
 
 def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall, _: Any) -> None:
     """Hooks the forwards and backwards of a call until it ends, so that they are recorded as passes."""
     import torch
 
-    passes, model = _Passes(dispatcher, call.facts), call.facts.chunks[0]
+    (model,) = call.facts.chunks
+    steps = PlainSteps(model, forward_only=call.facts.forward_only)
     patch_plain_model(dispatcher, model)  # first, so that the pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
-    dispatcher.of_this_call.shadow(owner, name, passes.forward)
+    dispatcher.of_this_call.shadow(owner, name, steps.forward)
     if not call.facts.forward_only:
-        dispatcher.of_this_call.apply(torch.autograd, "backward", passes.backward)
+        dispatcher.of_this_call.apply(torch.autograd, "backward", steps.backward)
 
 
-def _plain(model: Any, microbatches: int | None, *, forward_only: bool = False) -> CallFacts:
-    return CallFacts(
-        schedule="no_pipelining",
-        forward_only=forward_only,
-        evaluation=forward_only and evaluating(),
-        microbatches=microbatches,
-        seq_length=None,
-        micro_batch_size=None,
-        chunks=(model,),
-    )
+class PlainSteps:
+    """Steps of one model. What ``forward`` and ``backward`` wrap are the passes of a step's microbatches, in turn. A
+    callback calls ``begin`` and ``end`` for each step."""
 
-
-class _Passes:
-    """Numbers the passes of one call: forwards and backwards in turn, or forwards alone. Counts the microbatches, if
-    their number was not known before."""
-
-    def __init__(self, dispatcher: Dispatcher, facts: CallFacts) -> None:
-        self._dispatcher = dispatcher
-        self._model = facts.chunks[0]
-        self._forward_only = facts.forward_only
-        self._counts = facts.microbatches is None
+    def __init__(self, model: Any, microbatches: int | None = None, *, forward_only: bool = False) -> None:
+        """``microbatches``: the number of microbatches that a step accumulates before the optimizer's step; None if
+        they are to be counted. The hooks must be installed already."""
+        self.facts = CallFacts(
+            schedule="no_pipelining",
+            forward_only=forward_only,
+            evaluation=forward_only and evaluating(),
+            microbatches=microbatches,
+            seq_length=None,
+            micro_batch_size=None,
+            chunks=(model,),
+        )
+        self._dispatcher = process.dispatcher
+        self._recorded = False
         self._backward_runs = False
-        self.microbatch = 0
+        self._microbatch = 0
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``original``, which runs one microbatch forward, inside a range."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-            return codes.FORWARD | int(call.tape.position(self._model, self.microbatch))
+            return codes.FORWARD | int(call.tape.position(self.facts.chunks[0], self._microbatch))
 
         def produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-            if self._counts:
-                call.facts = call.facts._replace(microbatches=self.microbatch + 1)
-            self.microbatch += self._forward_only
+            if self.facts.microbatches is None:
+                call.facts = call.facts._replace(microbatches=self._microbatch + 1)
+            self._microbatch += self.facts.forward_only
             return call.tape.produced(result)
 
         return ranged(original, self._dispatcher, code, produced)
@@ -97,9 +95,13 @@ class _Passes:
         own: activation checkpointing runs a part of the model forward again, and then calls this for its backward."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-            return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self.microbatch)
+            return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self._microbatch)
 
-        hooked = ranged(original, self._dispatcher, code, self._next)
+        def ended(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+            self._microbatch += 1
+            return result
+
+        hooked = ranged(original, self._dispatcher, code, ended)
 
         def outermost(*args: Any, **kwargs: Any) -> Any:
             if self._backward_runs:
@@ -112,32 +114,14 @@ class _Passes:
 
         return outermost
 
-    def _next(self, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-        self.microbatch += 1
-        return result
-
-
-class PlainSteps:
-    """The training steps of a callback, which calls ``begin`` and ``end`` for each. The functions that ``forward`` and
-    ``backward`` wrap are the passes of the step's microbatches, in turn."""
-
-    def __init__(self, model: Any, microbatches: int) -> None:
-        """``microbatches``: the number of microbatches that a step accumulates before the optimizer's step. The hooks
-        must be installed already."""
-        self._dispatcher = process.dispatcher
-        self._facts = _plain(model, microbatches)
-        self._recorded = False
-        self._passes = _Passes(self._dispatcher, self._facts)
-        self.forward, self.backward = self._passes.forward, self._passes.backward
-
     def begin(self) -> None:
         """Begins a step. If the step before it was not ended, it counts as failed."""
         self.end(failed=True)
-        self._passes.microbatch = 0
-        self._recorded = self._dispatcher.begin(self._facts) is not None
+        self._microbatch = 0
+        self._recorded = self._dispatcher.begin(self.facts) is not None
         if self._recorded:
             with Contained("looking at a model", self._dispatcher.drop):
-                patch_plain_model(self._dispatcher, self._facts.chunks[0])
+                patch_plain_model(self._dispatcher, self.facts.chunks[0])
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""

@@ -11,8 +11,8 @@ ran last, and receives the input of the next pass in the schedule's order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
-from megaprof.hooks.dispatch import Code, always, ranged, stepped
+from megaprof.hooks.dispatch import always, argument, given, ranged, stepped
 from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
 from megaprof.hooks.modules import patch_modules
 from megaprof.parallel.megatron import innermost
@@ -49,31 +49,25 @@ _STACK_LIMIT = 64
 
 
 def patch_megatron(patches: Patches) -> None:
-    """Hooks the schedules and the functions that they call, until ``patches`` are undone."""
+    """Hooks the schedules, the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them, and the functions
+    that they call, until ``patches`` are undone."""
     import torch
+    from megatron.core.pipeline_parallel import schedules
 
     dispatcher = process.dispatcher
-    _patch_schedules(patches, dispatcher)
+    for name, label in SCHEDULES.items():
+        for owner in (armed.schedules, *modules_with(name, getattr(schedules, name))):
+            patches.apply(owner, name, partial(_hooked, label, dispatcher))
+    patches.apply(schedules, "create_cudagraphs", partial(_without_window, dispatcher))
+    with contextlib.suppress(ImportError):
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher))
     patch_microbatches(patches, dispatcher)
     patch_p2p(patches, dispatcher)
     # With it, megatron-core, Transformer Engine and torch.compile capture. The kernels of every replay get our names.
     patches.apply(torch.cuda.graph, "__enter__", partial(_entered, dispatcher))
     patches.apply(torch.cuda.graph, "__exit__", partial(_left, dispatcher))
-
-
-def _patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hooks the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
-    from megatron.core.pipeline_parallel import schedules
-
-    for name, label in SCHEDULES.items():
-        for owner in (armed.schedules, *modules_with(name, getattr(schedules, name))):
-            patches.apply(owner, name, partial(_hooked, label, dispatcher))
-    patches.apply(schedules, "create_cudagraphs", partial(_without_window, dispatcher))
-    try:
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    except ImportError:
-        return
-    patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher))
 
 
 def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,20 +77,16 @@ def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Cal
 
     def create_cudagraphs(*args: Any, **kwargs: Any) -> Any:
         with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
-            if dispatcher.call is not None and _captures():
-                dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
-                dispatcher.put_back()
+            if dispatcher.call is not None:
+                from megatron.core.transformer import cuda_graphs
+
+                record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
+                if not getattr(record, "cudagraph_created", False) and getattr(record, "cudagraph_record", True):
+                    dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
+                    dispatcher.put_back()
         return original(*args, **kwargs)
 
     return create_cudagraphs
-
-
-def _captures() -> bool:
-    """Returns whether ``create_cudagraphs`` would capture anything now."""
-    from megatron.core.transformer import cuda_graphs
-
-    record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
-    return not getattr(record, "cudagraph_created", False) and bool(getattr(record, "cudagraph_record", True))
 
 
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,48 +218,46 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
     patches.apply(schedules, "forward_step", lambda original: _forward(original, dispatcher))
     patches.apply(schedules, "backward_step", lambda original: _backward(original, dispatcher))
     patches.apply(schedules, "backward_step_multimodule", lambda original: _backward(original, dispatcher))
-    try:
+    with contextlib.suppress(ImportError):
         from megatron.core.pipeline_parallel import combined_1f1b
-    except ImportError:
-        return
-    patches.apply(combined_1f1b, "combined_forward_backward_step", lambda original: _combined(original, dispatcher))
+
+        patches.apply(combined_1f1b, "combined_forward_backward_step", lambda original: _combined(original, dispatcher))
 
 
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
-    places = (_place(original, "model"), "model"), (_place(original, "current_microbatch"), "current_microbatch")
-    position = _position(original, "model", codes.FORWARD)
+    model, microbatch = argument(original, "model"), argument(original, "current_microbatch")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        encoded: int = position(call, args, kwargs)
+        position: int = call.tape.position(given(model, args, kwargs), given(microbatch, args, kwargs))
         call.forwards += call.ranged
-        return encoded
+        return codes.FORWARD | position
 
-    return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, *places))
+    return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, model, microbatch))
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
-    output = _argument(original, "output_tensor")
+    output = argument(original, "output_tensor")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return codes.BACKWARD | _begin_backward(call, output(args, kwargs))
+        return codes.BACKWARD | _begin_backward(call, given(output, args, kwargs))
 
-    place = _place(original, "output_tensor"), "output_tensor"
-    return ranged(original, dispatcher, code, fast=(codes.BACKWARD, place))
+    return ranged(original, dispatcher, code, fast=(codes.BACKWARD, output))
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     """Returns the hook of a combined forward and backward. Either may be missing: the first call of a step runs only a
     forward, and the last one only a backward."""
-    forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
-    position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
+    names = "f_model", "current_microbatch", "b_model", "b_output_tensor"
+    arguments = [argument(original, name) for name in names]
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        call.tape.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
-        call.forwards += call.tape.forward is not None
-        if backward_model(args, kwargs) is None:
-            return codes.FORWARD | (call.tape.forward or 0)
-        backward = _begin_backward(call, output(args, kwargs))
-        return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
+        f_model, microbatch, b_model, output = (given(each, args, kwargs) for each in arguments)
+        call.tape.forward = forward = None if f_model is None else call.tape.position(f_model, microbatch)
+        call.forwards += forward is not None
+        if b_model is None:
+            return codes.FORWARD | (forward or 0)
+        backward = _begin_backward(call, output)
+        return codes.BACKWARD | backward if forward is None else codes.combined(forward, backward)
 
     return ranged(original, dispatcher, code, _produced)
 
@@ -283,26 +271,6 @@ def _begin_backward(call: RecordedCall, output: Any) -> int:
     call.backwards += 1
     call.backward = int(call.tape.consumed(output))
     return call.backward
-
-
-def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Returns a function that reads one argument of a call of ``function``, however it is passed. It returns None if
-    the argument is not passed."""
-    index = _place(function, name)
-    return lambda args, kwargs: args[index] if index < len(args) else kwargs.get(name)
-
-
-def _place(function: Callable[..., Any], name: str) -> int:
-    """Returns the position of argument ``name``, or an impossible position if there is no such argument."""
-    parameters = list(inspect.signature(function).parameters)
-    return parameters.index(name) if name in parameters else sys.maxsize
-
-
-def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
-    """Returns a function that makes a code of ``kind`` with the microbatch and chunk of a call of ``function``. The
-    tape keeps both."""
-    model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
-    return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))
 
 
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
