@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, with_texts
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import files_below, read_input
 from megaprof.formats.job import CONTROL, RUN, RunRecord, decode
@@ -93,7 +93,7 @@ def export(
         raise ValueError(f"run={run!r} is no name")
     if out.exists():
         raise ValueError(f"{out} exists, and may hold steps that the timelines have lost since: name another file")
-    paths = [source] if source.is_file() else sorted(find_timelines(source).paths)
+    paths = [source] if source.is_file() else sorted(recordings_in(source)[1].paths)
     if not paths:
         raise Unanswerable(f"{source} holds no timeline (*{format.SUFFIX})")
     run_and_start = (run, -(1 << 63)) if run is not None else _named(source if source.is_dir() else source.parent)

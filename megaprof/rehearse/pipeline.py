@@ -23,7 +23,7 @@ from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 from megaprof.analysis.table.tabulate import modules_of
 from megaprof.analysis.trace.gpu import Peak
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.analysis.trace.steps import ModuleKey, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import codes, ranges
@@ -98,7 +98,7 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     if ended.outcome != "enough":
         how, said = ended.outcome.replace("_", " "), f": {ended.last_line}" if ended.last_line else ""
         raise Unanswerable(f"rank {rank} did not make its steps ({how}){said} (its output: {directory / trial.LOG})")
-    timelines = find_timelines(directory)
+    timelines = recordings_in(directory)[1]
     tables = tables_of_timelines(read_fleet(timelines)).values()
     table = next((table for table in tables if isinstance(table, Table) and table.target == trial.TARGET), None)
     if table is None:

@@ -12,7 +12,7 @@ import torch
 
 from megaprof import ProfileConfig, analyze, install_hooks
 from megaprof import role as role_scope
-from megaprof.analysis.trace.reading import Timelines, find_timelines, runs_in
+from megaprof.analysis.trace.reading import Timelines, recordings_in, runs_in
 from megaprof.autoload.install import Handle
 from megaprof.capture import profiler
 from megaprof.capture import session as sessions
@@ -39,7 +39,7 @@ def on(directory: Path | str, *targets: str, **options: Any) -> ProfileConfig:
 
 
 def timelines(directory: Path) -> list[Timeline]:
-    read = [read_timeline(path) for path in find_timelines(directory).paths]
+    read = [read_timeline(path) for path in recordings_in(directory)[1].paths]
     assert all(timeline.damage is None for timeline in read)
     return read
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import profiler
 from megaprof.capture import session as sessions
@@ -99,7 +99,7 @@ def test_calls_that_the_profiler_disturbs_are_marked(
     with install_hooks(one_rank.chunks, on(tmp_path, target, tool=("torch", "timeline"))):
         for _ in range(7):
             one_rank.train_step()
-    (timeline,) = map(read_timeline, find_timelines(tmp_path).paths)
+    (timeline,) = map(read_timeline, recordings_in(tmp_path)[1].paths)
     assert timeline.steps["flags"].tolist() == [0, 0, DISTURBED, DISTURBED, DISTURBED, 0, 0]
 
 

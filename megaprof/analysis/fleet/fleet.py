@@ -38,7 +38,7 @@ from megaprof.analysis.fleet.reading import (
     stacked,
     standstills,
 )
-from megaprof.analysis.trace.reading import Workers, find_timelines
+from megaprof.analysis.trace.reading import Workers, recordings_in
 from megaprof.formats.job import Standstill
 from megaprof.parallel.peers import misfits
 from megaprof.parallel.topology import ParallelSizes
@@ -188,7 +188,7 @@ def survey(reading: FleetReading) -> list[Fleet]:
 def stood_still_in(directory: Path, role: str | None, workers: Workers = 1) -> tuple[Standstill, ...]:
     """Returns the steps in which the newest run in ``directory`` stood still, from its timelines; empty without any.
     ``role``: only steps of this role; None for all."""
-    fleets = [f for f in survey(read_fleet(find_timelines(directory), workers)) if role in (None, f.role)]
+    fleets = [f for f in survey(read_fleet(recordings_in(directory)[1], workers)) if role in (None, f.role)]
     several = len({fleet.target for fleet in fleets}) > 1
     return tuple(
         replace(stood, target=fleet.target if several else None) for fleet in fleets for stood in fleet.standstills

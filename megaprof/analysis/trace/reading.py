@@ -199,11 +199,6 @@ class Timelines:
         return 1 if self._bytes < _TIMELINES_WORTH_IT else max(1, min(items, _processors()))
 
 
-def find_timelines(directory: Path) -> Timelines:
-    """Returns every timeline under ``directory``, sorted. Ignores hidden files, which are not megaprof's."""
-    return Timelines(sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts")))
-
-
 class NoCluster(Exception):
     """There is no Ray cluster to read on; the message says why."""
 

@@ -19,7 +19,7 @@ from megaprof.analysis.table import recorded
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import _core_wait, completed
-from megaprof.analysis.trace.reading import find_timelines, read_all, recordings_in
+from megaprof.analysis.trace.reading import read_all, recordings_in
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats import timeline as format
@@ -209,7 +209,7 @@ def test_of_a_large_job_the_slowest_replicas_are_looked_at_and_one_peer_stands_f
 ) -> None:
     layout = WorldLayout(ParallelSizes(pp=2, tp=2, dp=8))
     write_timelines(tmp_path, layout, steps=40, microbatches=4, slow=[Slow(rank=9, from_step=1, factor=1.5)])
-    reading = read_fleet(find_timelines(tmp_path))
+    reading = read_fleet(recordings_in(tmp_path)[1])
     monkeypatch.setattr(recorded, "_MOST_PASSES", 4 * 16 * 2 * 8)
     (table,) = tables_of_timelines(reading).values()
     assert isinstance(table, Table)

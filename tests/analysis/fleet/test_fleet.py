@@ -9,7 +9,7 @@ import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import read_fleet
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes, of_fleet
@@ -26,7 +26,7 @@ def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
 
 
 def fleet_in(directory: Path) -> Fleet:
-    (fleet,) = survey(read_fleet(find_timelines(directory)))
+    (fleet,) = survey(read_fleet(recordings_in(directory)[1]))
     return fleet
 
 
@@ -43,7 +43,7 @@ def test_steps_around_windows_are_no_run(tmp_path: Path) -> None:
     write_timelines(
         tmp_path, PIPELINE, steps=26, first_step=100, slow=[Slow(factor=1.5, from_step=113)], around_windows=True
     )
-    assert survey(read_fleet(find_timelines(tmp_path))) == []
+    assert survey(read_fleet(recordings_in(tmp_path)[1])) == []
 
 
 def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:

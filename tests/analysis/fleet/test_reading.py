@@ -15,7 +15,7 @@ from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.levels import Percentiles
 from megaprof.analysis.fleet.reading import BIN, bucketed, read_fleet, stacked
 from megaprof.analysis.notes import of_files
-from megaprof.analysis.trace.reading import Timelines, find_timelines
+from megaprof.analysis.trace.reading import Timelines, recordings_in
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -75,7 +75,7 @@ def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path
     write(tmp_path, steps=20, first_step=20, start_ns=2_000_000_000_000_000_000)
     # The job goes back to the checkpoint of step 30, and is slower then.
     later = write(tmp_path, steps=10, first_step=30, start_ns=3_000_000_000_000_000_000, forward_ms=50.0)
-    reading = read_fleet(find_timelines(tmp_path))
+    reading = read_fleet(recordings_in(tmp_path)[1])
     (series,) = reading.series.values()
     assert len(series.ranks) == 4
     for rank, row in zip(series.ranks, stacked(series.compute, 0, 40), strict=True):
@@ -90,7 +90,7 @@ def test_targets_and_roles_are_kept_apart(tmp_path: Path) -> None:
     write(tmp_path, role="actor")
     write(tmp_path, role="critic", steps=7)
     write(tmp_path, target="train_log_probs", role="actor", first_step=1000)
-    reading = read_fleet(find_timelines(tmp_path))
+    reading = read_fleet(recordings_in(tmp_path)[1])
     found = {(key.target, key.role): len(series.calls.steps) for key, series in reading.series.items()}
     assert found == {("train_actor", "actor"): 30, ("train_actor", "critic"): 7, ("train_log_probs", "actor"): 30}
 
@@ -152,7 +152,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) -> None:
     for path in write(tmp_path):
         path.write_bytes(path.read_bytes()[:-5])
-    reading = read_fleet(find_timelines(tmp_path))
+    reading = read_fleet(recordings_in(tmp_path)[1])
     (told,) = of_files(reading.warnings)
     assert (told.kind, told.count) == ("cut", 4)
     assert {r.last_step for series in reading.series.values() for r in series.ranks} == {28}

@@ -13,7 +13,7 @@ from megaprof.analysis.fleet.reading import read_fleet, standstills, stood_still
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.causes import in_brief
-from megaprof.analysis.trace.reading import find_timelines
+from megaprof.analysis.trace.reading import recordings_in
 from megaprof.formats.job import Standing, Standstill
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -27,7 +27,7 @@ HANG = 500.0
 
 def fleet_of(directory: Path, *slow: Slow, steps: int = 30) -> Fleet:
     write_timelines(directory, LAYOUT, steps=steps, microbatches=4, slow=slow)
-    (fleet,) = survey(read_fleet(find_timelines(directory)))
+    (fleet,) = survey(read_fleet(recordings_in(directory)[1]))
     return fleet
 
 
@@ -105,5 +105,5 @@ def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: P
     _, rank_steps = stood_still(calls, compute, coords)
     found = standstills(rank_steps, 9, lambda rank, step, index: ())
     assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]
-    (fleet,) = survey(read_fleet(find_timelines(tmp_path)))
+    (fleet,) = survey(read_fleet(recordings_in(tmp_path)[1]))
     assert in_brief(None, replace(fleet, standstills=found)).text == "ended in the middle of step 9"

@@ -13,7 +13,7 @@ from rich.console import Console
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.trace.reading import NoSuchRun, Piece, Runs, find_timelines, runs_of
+from megaprof.analysis.trace.reading import NoSuchRun, Piece, Runs, recordings_in, runs_of
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
@@ -122,7 +122,7 @@ def test_an_earlier_run_is_reported_on_demand(tmp_path: Path) -> None:
 def test_several_processes_choose_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_runs(tmp_path)
     monkeypatch.setattr("megaprof.analysis.trace.reading._TIMELINES_WORTH_IT", 0)
-    paths = find_timelines(tmp_path)
+    paths = recordings_in(tmp_path)[1]
     assert sorted(read_fleet(paths, 2).read) == sorted(read_fleet(paths, 1).read)
 
 
