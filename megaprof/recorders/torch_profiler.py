@@ -80,13 +80,12 @@ class TorchRecorder:
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         began = time.perf_counter_ns()
-        recording = self._taken()
-        self._ahead = recording is not None
+        self._ahead = self._prepared is not None
+        if self._prepared is None:
+            self._warm_up()
+        self._profile = recording = self._taken()  # an exception from here on ends in `discard`
         if recording is None:
-            recording = self._new()
-            recording.prepare_trace()
-            cupti.prepared()
-        self._profile = recording  # an exception from here on ends in `discard`
+            raise RuntimeError("another torch profiler was prepared at the same moment")
         recording.start_trace()
         self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
@@ -101,17 +100,34 @@ class TorchRecorder:
         kernels (one more each time, pytorch/pytorch#192021), and may leave the next session without any.
         """
         if not torch._C._autograd._profiler_enabled():
-            self._prepared = self._new()  # first: an exception from here on ends in `discard`
-            self._warm_up(self._prepared)
+            self._warm_up()
 
-    def _warm_up(self, recording: profile) -> None:
+    def _warm_up(self) -> None:
         """Prepares a session, and watches for another one.
 
         Kineto holds one session. If other code prepares another session, this one ends without torch knowing it, and
         to start it then would kill the process. torch does not say whether that happened. So we replace the function
         that prepares a session.
         """
-        recording.prepare_trace()
+        self._watch.restore()
+        if self._prepared is None:
+            activities = _activities(self._config)
+            self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
+            experimental = None
+            if not self._config.with_stack:
+                # It keeps torch from making Python objects of the events, which nothing uses, and makes closing a
+                # window a fifth cheaper. The trace holds the same events, except for stacks.
+                with Suppressed(TypeError):  # an older torch does not know it
+                    experimental = torch._C._profiler._ExperimentalConfig(trace_only=True)
+            self._prepared = profile(  # an exception from here on ends in `discard`
+                activities=activities,
+                record_shapes=self._config.record_shapes,
+                profile_memory=self._config.profile_memory,
+                with_stack=self._config.with_stack,
+                with_flops=self._config.with_flops,
+                experimental_config=experimental,
+            )
+        self._prepared.prepare_trace()
         cupti.prepared()
         self._watch.apply(_TORCH, "_prepare_profiler", self._replaced)
 
@@ -125,29 +141,18 @@ class TorchRecorder:
     def _taken(self) -> profile | None:
         """Stops watching, and returns the session in warm-up, if there is one."""
         if self._prepared is not None and not self._watch:
-            self._warm_up(self._prepared)  # the host interrupted that; an unprepared session must not be started
+            self._warm_up()  # the host interrupted that; an unprepared session must not be started
         self._watch.restore()
         recording, self._prepared = self._prepared, None
         return recording
-
-    def _new(self) -> profile:
-        config, activities = self._config, _activities(self._config)
-        self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
-        return profile(
-            activities=activities,
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
-            with_stack=config.with_stack,
-            with_flops=config.with_flops,
-            experimental_config=_trace_only(config),
-        )
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording = self._profile
         if recording is None:
             return
         waited = None if self._read_waits is None else self._read_waits(0)
-        raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
+        final = window.path(self._directory, TRACE_SUFFIX)
+        raw = self._writer.raw_path(final)
         of = None if waited is None else 1000 * waited.waited
         behind = cupti.ends() if window.final and "cuda" in self._recorded else None
         how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of, behind)
@@ -170,13 +175,13 @@ class TorchRecorder:
         self._end()
         suffixes = [KERNELS_SUFFIX] if self._config.kernels else []
         suffixes += [STACKS_SUFFIX, DEVICE_STACKS_SUFFIX] if "stacks" in self._config.export else []
-        files = {suffix: self._final(window, suffix) for suffix in suffixes}
+        files = {suffix: window.path(self._directory, suffix) for suffix in suffixes}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if metadata.get("device") == "cuda" and raw.exists():
             trace = open(raw, "rb")  # noqa: SIM115 - the function that it is given to closes it
-            self._writer.run(partial(_look_for_kernels, trace, self._final(window, TRACE_SUFFIX), how))
+            self._writer.run(partial(_look_for_kernels, trace, final, how))
         if "trace" in self._config.export:
-            self._writer.submit(Artifact(raw, self._final(window, TRACE_SUFFIX)))
+            self._writer.submit(Artifact(raw, final))
         else:
             raw.unlink(missing_ok=True)
         if derive is not None:
@@ -210,9 +215,6 @@ class TorchRecorder:
         recording.profiler = None
         self._profile = None
 
-    def _final(self, window: Window, suffix: str) -> Path:
-        return window.path(self._directory, suffix)
-
 
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
     """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows."""
@@ -226,19 +228,6 @@ def _cuda() -> bool:
     synchronisation at the end of a window would do so, for example in a CPU actor on a GPU machine.
     """
     return torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
-
-
-def _trace_only(config: ProfileConfig) -> Any:
-    """Returns the setting that keeps torch from making Python objects of the events. Nothing uses them, and the trace
-    holds the same events.
-
-    It makes closing a window a fifth cheaper. None with stacks, because the trace would lack them, and if this torch
-    does not know the setting.
-    """
-    if not config.with_stack:
-        with Suppressed(TypeError):
-            return torch._C._profiler._ExperimentalConfig(trace_only=True)
-    return None
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:

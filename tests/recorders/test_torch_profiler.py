@@ -253,9 +253,10 @@ def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_pat
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_preparation_that_the_host_breaks_off_is_ended(
-    reached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reached: bool, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a time-out of the host's does that is raised in the middle of it."""
     own, calls = torch.profiler.profile.prepare_trace, []
@@ -270,8 +271,9 @@ def test_a_preparation_that_the_host_breaks_off_is_ended(
     monkeypatch.setattr(torch.profiler.profile, "prepare_trace", broken_off)
     recorder = TorchRecorder(config(tmp_path), Writer())
     with pytest.raises(KeyboardInterrupt):
-        recorder.prepare()
+        recorder.prepare() if ahead else recorder.start(WINDOW)
     recorder.discard()
+    assert len(calls) == 2, "only a recording ends it, and only what is prepared may be started"
     assert not torch._C._autograd._profiler_enabled()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
         work("theirs")
