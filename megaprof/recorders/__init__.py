@@ -84,18 +84,18 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
     """Makes the recorders of windows in ``config.tool``. Raises ValueError if one cannot run in this process."""
-    windowed = (name for name in values.known_tools() if name in config.tool and name != values.TIMELINE)
-    return tuple(_recorder(name, config, writer) for name in windowed)
-
-
-def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
-    if name in values.BUILTIN:
-        module, _, attribute = values.BUILTIN[name].partition(":")
-        recorder: Recorder = getattr(import_module(module), attribute)(config, writer)
-        return recorder
-    try:
-        return cast("RecorderFactory", values.registered[name])(config, writer)
-    except ValueError:
-        raise
-    except Exception as fault:
-        raise ValueError(f"{flag('tool')} {name}: its recorder cannot be made: {fault!r}") from fault
+    recorders: list[Recorder] = []
+    for name in values.known_tools():
+        if name not in config.tool or name == values.TIMELINE:
+            continue
+        if name in values.BUILTIN:
+            module, _, attribute = values.BUILTIN[name].partition(":")
+            recorders.append(getattr(import_module(module), attribute)(config, writer))
+            continue
+        try:
+            recorders.append(cast("RecorderFactory", values.registered[name])(config, writer))
+        except ValueError:
+            raise
+        except Exception as fault:
+            raise ValueError(f"{flag('tool')} {name}: its recorder cannot be made: {fault!r}") from fault
+    return tuple(recorders)

@@ -222,7 +222,10 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
         if len(inputs) == 1:
             (shape,) = inputs
             if shape != last_shape:  # most jobs have only one shape, and their microbatches share one Work
-                last_shape, work_of_shape = shape, _of_shape(shape, context)
+                last_shape, work_of_shape = shape, None
+                if len(shape) == 2 and all(shape):  # every sequence counts in full, even if a mask removes some of it
+                    sequences, length = int(shape[0]), int(shape[1]) * context
+                    work_of_shape = Work(sequences * length, (length,) * sequences, SHAPES)
             work = work_of_shape
         else:
             first, second, third = inputs
@@ -231,15 +234,6 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
         if work is not None:
             works[microbatch] = work
     return works
-
-
-def _of_shape(shape: Sequence[int], context: int) -> Work | None:
-    """Returns the lengths of an input ``[sequences, length]``. Every sequence counts in full, even if a mask later
-    removes some of it."""
-    if len(shape) != 2 or not all(shape):
-        return None
-    count, length = int(shape[0]), int(shape[1]) * context
-    return Work(count * length, (length,) * count, SHAPES)
 
 
 def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | None) -> Work | None:

@@ -14,8 +14,8 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -149,7 +149,12 @@ class GraphNames:
         """True if this torch, its cuda-bindings and the driver can name kernels. To be asked once CUDA is in use."""
         if self._torch is None and not self._off:
             self._off = True
-            self._try(self._load)
+            with self._alone():
+                module = None if importlib.util.find_spec(_MODULE) is None else importlib.import_module(_MODULE)
+                if module is not None and not module._is_tools_id_unavailable():
+                    if "backward" in inspect.signature(module.mark_kernels).parameters:
+                        self._options = {"backward": False}  # 2.14 on: a backward has ranges of its own
+                    self._torch, self._off = module, False
         return not self._off
 
     def text(self) -> str | None:
@@ -170,61 +175,49 @@ class GraphNames:
             self.noting = False
             captured, self._captured = self._captured, {}
             if captured and not failed and not self._off:
-                self._try(self._keep, captured, graph.cuda_graph)
-
-    def _load(self) -> None:
-        if importlib.util.find_spec(_MODULE) is None:
-            return
-        module = importlib.import_module(_MODULE)
-        if not module._is_tools_id_unavailable():
-            self._torch, self._off = module, False
-            if "backward" in inspect.signature(module.mark_kernels).parameters:
-                self._options = {"backward": False}  # 2.14 on: a backward has ranges of its own
+                with self._alone():
+                    # The upper half of a node's number in a trace says the graph that is launched.
+                    runtime = self._torch._cuda_runtime
+                    handle = runtime.cudaGraphExec_t(init_value=graph.cuda_graph.raw_cuda_graph_exec())
+                    launched = self._torch._check_cuda_bindings(runtime.cudaGraphExecGetId(handle))
+                    for node, stack in captured.items():
+                        self._nodes[launched << 32 | node & 0xFFFFFFFF] = tuple(reversed(stack.values()))
+                    self._text = None
 
     def marked(self, name: str) -> tuple[Any, dict[str, str]] | None:
-        """Begins to note nodes for a range, and returns what `noted` gets; None after a fault, which only ends the
-        naming."""
-        marked: tuple[Any, dict[str, str]] | None = self._try(self._block, {"name": name})
-        return marked
+        """Enters one of torch's blocks, which notes nodes for a range. Returns what `noted` gets; None after a fault.
+
+        Torch is told to record only for that moment: with a graph that does not record, it would do so for a whole
+        capture, and number the nodes anew at its end."""
+        note = {"name": name}
+        with self._alone():
+            block = self._torch.mark_kernels(note, **self._options)
+            before, self._torch._annotations_enabled = self._torch._annotations_enabled, True
+            try:
+                block.__enter__()
+            finally:
+                self._torch._annotations_enabled = before
+            return block, note
+        return None
 
     def noted(self, block: Any, note: dict[str, str]) -> None:
-        """Ends that. A capture that is over in the meantime has none of its nodes."""
+        """Leaves the block, and takes its nodes from torch. A capture that is over in the meantime has none of them."""
         if self.noting and not self._off:
-            self._try(self._take, block, note)
+            with self._alone():
+                block.__exit__(None, None, None)
+                found = self._torch._pending_scopes
+                for scope in [scope for scope in found if scope[0] is note]:
+                    found.remove(scope)
+                    read = ranges.parse(note["name"])
+                    kind = "" if read is None else read.label
+                    for node in scope[1]:  # of nested ranges of one kind, the innermost, which ends first, counts
+                        self._captured.setdefault(node, {}).setdefault(kind, note["name"])
 
-    def _block(self, note: dict[str, str]) -> tuple[Any, dict[str, str]]:
-        """Returns one of torch's blocks, entered, and ``note``. Torch is told to record only for that moment: with a
-        graph that does not record, it would do so for a whole capture, and number the nodes anew at its end."""
-        block: AbstractContextManager[object] = self._torch.mark_kernels(note, **self._options)
-        before, self._torch._annotations_enabled = self._torch._annotations_enabled, True
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A fault in this block ends the naming, and nothing else."""
         try:
-            block.__enter__()
-        finally:
-            self._torch._annotations_enabled = before
-        return block, note
-
-    def _take(self, block: AbstractContextManager[object], note: dict[str, str]) -> None:
-        """Leaves a block, and takes its nodes from torch."""
-        block.__exit__(None, None, None)
-        found = self._torch._pending_scopes
-        for scope in [scope for scope in found if scope[0] is note]:
-            found.remove(scope)
-            read = ranges.parse(note["name"])
-            for node in scope[1]:  # of nested ranges of one kind, the innermost, which ends first, counts
-                self._captured.setdefault(node, {}).setdefault("" if read is None else read.label, note["name"])
-
-    def _keep(self, captured: dict[int, dict[str, str]], graph: Any) -> None:
-        """Keeps the nodes under the numbers of the graph that is launched, which the upper half of a number says."""
-        runtime = self._torch._cuda_runtime
-        handle = runtime.cudaGraphExec_t(init_value=graph.raw_cuda_graph_exec())
-        launched = self._torch._check_cuda_bindings(runtime.cudaGraphExecGetId(handle))
-        for node, stack in captured.items():
-            self._nodes[launched << 32 | node & 0xFFFFFFFF] = tuple(reversed(stack.values()))
-        self._text = None
-
-    def _try(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return step(*arguments)
+            yield
         except Exception as fault:
             if from_host(fault):
                 raise

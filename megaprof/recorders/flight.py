@@ -119,26 +119,21 @@ def groups() -> dict[str, GroupConfig]:
 
 
 def _read(decode: Callable[[bytes], _Ring[_C]]) -> list[_C]:
-    try:
-        rings = [ring.entries for ring in map(decode, _rings()) if ring.entries]
-    except msgspec.MsgspecError as fault:
-        raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None
-    if len(rings) < 2:
-        return rings[0] if rings else []
-    return sorted((entry for ring in rings for entry in ring), key=lambda entry: entry.time_created_ns)
-
-
-def _rings() -> Iterator[bytes]:
     module = _module()
     readers = [(handler, getattr(module, name)) for handler, name in _RINGS if hasattr(module, name)]
     if not readers:
         version = getattr(sys.modules.get("torch"), "__version__", "")
         raise NoFlightRecorder(f"torch {version} has no flight recorder that can be read")
-    for handler, function in readers:
-        try:
-            yield _handled(module, handler) or function(True, False)
-        except (TypeError, RuntimeError) as fault:
-            raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
+    try:
+        rings = [decode(_handled(module, handler) or function(True, False)).entries for handler, function in readers]
+        rings = [entries for entries in rings if entries]
+    except msgspec.MsgspecError as fault:
+        raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None
+    except (TypeError, RuntimeError) as fault:
+        raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
+    if len(rings) < 2:
+        return rings[0] if rings else []
+    return sorted((entry for ring in rings for entry in ring), key=lambda entry: entry.time_created_ns)
 
 
 def _module() -> Any:
@@ -215,7 +210,8 @@ class Reading:
         if self._off or not self._written or not (last or self._written[-1][1] >= self.due):
             return []
         self._groups |= groups()  # at the last reading of a process its groups are already gone
-        oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
+        (_, oldest, start_ns, _), (_, newest, _, end_ns) = self._written[0], self._written[-1]
+        began = time.thread_time()
         try:
             entries = calls()
         except NoFlightRecorder as missing:
@@ -226,16 +222,12 @@ class Reading:
             self._warn(f"torch keeps no collectives: set {SIZE}={USUAL} before the first process group")
         facts = list(self._facts(entries))
         self.took = time.thread_time() - began
-        self._plan(oldest, newest)
-        return facts
-
-    def _plan(self, oldest: Written, newest: Written) -> None:
-        """Sets when the next reading is due, by the cost of the last one."""
-        (_, first, start_ns, _), (_, last, _, end_ns) = oldest, newest
-        seconds = max((end_ns - start_ns) / 1e9 / max(1, last - first), 1e-6)
+        # The cost of this reading says when the next one is due.
+        seconds = max((end_ns - start_ns) / 1e9 / max(1, newest - oldest), 1e-6)
         every = 1 << max(0, int(np.ceil(np.log2(self.took / BUDGET / seconds))))
-        self.due = (last // every + 1) * every
+        self.due = (newest // every + 1) * every
         self.share = self.took / every / seconds
+        return facts
 
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
         parallel = {name for name, group in self._groups.items() if "," in group.ranks}

@@ -37,7 +37,6 @@ from megaprof.recorders.timeline_steps import (
     Facts,
     Key,
     PackedStep,
-    Place,
     RecordedStep,
     Tally,
     TimelineFiles,
@@ -186,7 +185,8 @@ class TimelineRecorder:
         if self._writing.acquire(timeout=END_SECONDS):
             try:
                 self._drain()
-                self._read(last=True)
+                if self._collectives is not None:
+                    self._files.add(self._collectives.look(last=True))
                 self._end_file()
             finally:
                 self._writing.release()
@@ -242,36 +242,37 @@ class TimelineRecorder:
         """Writes every finished step whose times are known, in order."""
         with self._writing:
             self._drain(self._background.pause, GIVE_UP_SECONDS)
-            self._read()
+            if self._collectives is not None:
+                self._files.add(self._collectives.look())
 
     def _drain(self, pause: Callable[[], None] = lambda: None, patience: float = 0.0) -> None:
-        last: tuple[Place | None, RecordedStep] | None = None
         while steps := self._ready(patience):
-            chosen = [written for step, packed in steps for written in self._chosen(step, packed)]
+            step, packed = steps[-1]
+            # How long the training thread has waited for a core since the last time stands next to the last step.
+            waited = None if self._read_waits is None else self._read_waits(step.start_ns)
+            if waited is not None:
+                self.tally.add_wait(waited)
+                if (payload := waited.pack()) is not None:
+                    steps[-1] = step, packed._replace(facts=(*packed.facts, (format.WAITED, payload)))
+            chosen: list[PackedStep] = []
+            for step, packed in steps:
+                if self._finished is None:
+                    chosen.append(packed)
+                else:  # it may be worth writing only if a window follows
+                    step.calls.packed = step.count
+                    step.calls.before.append(packed)
+                    chosen += step.calls.due()
             places = self._files.append(chosen)
-            if len(places) == len(chosen):
-                last = None if steps[-1][0].calls.before else places[-1], steps[-1][0]
             if self._collectives is not None:
                 for place, (step, _) in zip(places, steps, strict=False):
                     self._collectives.wrote((place, step.number, step.start_ns, step.end_ns))
             if self._waiting:
                 pause()
-        self._wait_until_now(last)
         if self._finished is not None:
             every = list(self._calls.values())
             self._files.append([step for calls in every for step in calls.due()])
             if all(calls.packed + 1 >= calls.near[1].stop for calls in every):
                 self._end_file()
-
-    def _chosen(self, step: RecordedStep, packed: PackedStep) -> list[PackedStep]:
-        """Returns the steps that are written now that ``step`` is packed. Keeps it if only a window that follows makes
-        it worth writing."""
-        if self._finished is None:
-            return [packed]
-        calls = step.calls
-        calls.packed = step.count
-        calls.before.append(packed)
-        return calls.due()
 
     def _end_file(self) -> None:
         """Ends the file and passes it on."""
@@ -279,28 +280,9 @@ class TimelineRecorder:
         if path is not None and self._finished is not None:
             self._finished(path)
 
-    def _wait_until_now(self, last: tuple[Place | None, RecordedStep] | None) -> None:
-        """Writes how long the training thread has waited for a core since the last time, next to the ``last`` step."""
-        waited = None if last is None or self._read_waits is None else self._read_waits(last[1].start_ns)
-        if last is None or waited is None:
-            return
-        self.tally.add_wait(waited)
-        if (payload := waited.pack()) is None:
-            return
-        place, step = last
-        if place is not None:
-            self._files.add([(place, format.WAITED, payload)])
-        else:
-            before = step.calls.before
-            before[-1] = before[-1]._replace(facts=(*before[-1].facts, (format.WAITED, payload)))
-
-    def _read(self, *, last: bool = False) -> None:
-        """Writes when this rank came to the collectives of steps that are written."""
-        if self._collectives is not None:
-            self._files.add(self._collectives.look(last=last))
-
     def _ready(self, patience: float) -> list[tuple[RecordedStep, PackedStep]]:
-        """Takes the next finished steps whose times are known, in order."""
+        """Takes the next finished steps whose times are known, in order. A step on which the GPU is still working after
+        ``patience`` seconds gets no times."""
         steps: list[tuple[RecordedStep, PackedStep]] = []
         with contextlib.nullcontext() if self._device is None else self._device.reading():
             while self._waiting and len(steps) < STEPS_AT_ONCE:
@@ -308,20 +290,14 @@ class TimelineRecorder:
                     step = self._waiting.popleft()
                 except IndexError:  # the training thread dropped it meanwhile
                     break
-                if self._pending(step, patience):
+                known = self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended)
+                if not known and time.time_ns() - step.start_ns < patience * 1e9:
                     self._waiting.appendleft(step)
                     break
+                if not known:
+                    step.flags |= format.INCOMPLETE
                 steps.append((step, self._packed(step)))
         return steps
-
-    def _pending(self, step: RecordedStep, patience: float) -> bool:
-        """Returns whether the GPU is still working on ``step``. After ``patience`` seconds, the step gets no times."""
-        if self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended):
-            return False
-        if time.time_ns() - step.start_ns < patience * 1e9:
-            return True
-        step.flags |= format.INCOMPLETE
-        return False
 
     def _packed(self, step: RecordedStep) -> PackedStep:
         shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, np.empty(0, dtype=np.bool_)

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -317,7 +317,7 @@ class TimelineFiles:
                 self._path.unlink()
 
 
-#: The recent figures are of this many steps. As many readings of waits are kept, at most one a second and one a step.
+#: The recent figures are of this many steps. As many readings of waits are kept, each of a step or more.
 RECENT_STEPS = 32
 
 Key = tuple[str, "str | None"]
@@ -390,7 +390,7 @@ class Tally:
         return (statistics.median(step[0] for step in _counting(steps)) + statistics.median(pauses)) / 1e6
 
 
-def _counting(steps: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
+def _counting(steps: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Returns the steps that count. A step in which the rank stood still does not."""
     longest = 1e6 * limit(statistics.median(step[0] for step in steps) / 1e6)
     return [step for step in steps if step[0] <= longest]
