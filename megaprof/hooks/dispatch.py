@@ -80,26 +80,21 @@ def stepped(
     return forward_backward
 
 
-def always(code: int) -> Code:
-    """Returns a ``code_of`` for a function whose calls are all the same event."""
-    return lambda call, args, kwargs: code
-
-
 def ranged(
     original: Callable[..., Any],
     dispatcher: Dispatcher,
-    code_of: Code,
+    code_of: Code | int,
     after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
     fast: tuple[Any, ...] | None = None,
     name_of: Callable[[RecordedCall], str] | None = None,
 ) -> Callable[..., Any]:
     """Wraps ``original``. While a call is recorded, it runs inside a range and in the timeline; else it just runs.
 
-    ``code_of(call, args, kwargs)`` returns the code of the event (`megaprof.formats.codes`), and is called once.
-    ``after(call, kwargs, result)`` returns what the caller gets. Our own faults are contained. An exception of
-    ``original``, or of one of the host's signal handlers, passes unchanged. ``fast``: the arguments of
-    `recorders.tape.Hook` from ``code`` on; that hook serves steps that are recorded while no window is open.
-    ``name_of`` returns the range's name, if it says more than the code.
+    ``code_of(call, args, kwargs)`` returns the code of the event (`megaprof.formats.codes`), and is called once; or it
+    is the code, if all calls are the same event. ``after(call, kwargs, result)`` returns what the caller gets. Our own
+    faults are contained. An exception of ``original``, or of one of the host's signal handlers, passes unchanged.
+    ``fast``: the arguments of `recorders.tape.Hook` from ``code`` on; that hook serves steps that are recorded while no
+    window is open. ``name_of`` returns the range's name, if it says more than the code.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +106,7 @@ def ranged(
         timed, tape, opened, begun, began, code = call.timed, call.tape, None, False, None, 0
         try:
             try:
-                code = code_of(call, args, kwargs)
+                code = code_of if isinstance(code_of, int) else code_of(call, args, kwargs)
                 if call.ranged:
                     opened = Range(str(codes.name(code)) if name_of is None else name_of(call))
                     opened.__enter__()

@@ -24,7 +24,7 @@ from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
-from megaprof.hooks.dispatch import always, argument, given, ranged, stepped
+from megaprof.hooks.dispatch import argument, given, ranged, stepped
 from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
 from megaprof.hooks.modules import patch_modules
 from megaprof.parallel.megatron import innermost
@@ -177,7 +177,7 @@ def patch_finalize(dispatcher: Dispatcher) -> None:
     if original is None:
         return
     if dispatcher.finalize is None or dispatcher.finalize[0] is not original:  # made only once, not in every step
-        hook = ranged(original, dispatcher, always(codes.FINALIZE), fast=(codes.FINALIZE,))
+        hook = ranged(original, dispatcher, codes.FINALIZE, fast=(codes.FINALIZE,))
         dispatcher.finalize = original, functools.wraps(original)(hook)
     dispatcher.of_this_call.put(config, _FINALIZE, *dispatcher.finalize)
 
@@ -291,7 +291,7 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
         code = codes.exchange(operation)
         fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
         named = partial(_name, operation, EXCHANGES[operation])
-        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast, name_of=named)
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=code, after=after, fast=fast, name_of=named)
         for owner in owners:
             patches.apply(owner, operation, wrap)
 
@@ -356,7 +356,7 @@ class _RangedWait:
             """Returns the range's name. A send's pass is known when it is sent, a receive's when it is waited for."""
             return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
 
-        self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,), name_of=name_of)
+        self.wait = ranged(handle.wait, dispatcher, code, fast=(code,), name_of=name_of)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
