@@ -54,7 +54,10 @@ def find(document: Any, path: str) -> Any:
         try:
             value = _inside(value, name)
         except LookupError:
-            raise Unanswerable(f"there is no part {path!r}; {walked or 'it'} {_contents(value)}") from None
+            holds = f"is a list of {len(value)}" if isinstance(value, list) else "has no parts"
+            if isinstance(value, dict):
+                holds = f"has {', '.join(list(value)[:40]) or 'nothing'}"
+            raise Unanswerable(f"there is no part {path!r}; {walked or 'it'} {holds}") from None
         walked = f"{walked}/{name}".lstrip("/")
     return value
 
@@ -80,12 +83,6 @@ def _inside(value: Any, name: str) -> Any:
 def _below(path: str, name: object) -> str:
     segment = str(name).replace("~", "~0").replace("/", "~1")
     return f"{path}/{segment}" if path else segment
-
-
-def _contents(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"has {', '.join(list(value)[:40]) or 'nothing'}"
-    return f"is a list of {len(value)}" if isinstance(value, list) else "has no parts"
 
 
 def _without(value: Any, details: Collection[str], path: str) -> Any:

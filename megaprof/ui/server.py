@@ -7,11 +7,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
 import uvicorn
 from markupsafe import Markup
@@ -34,6 +34,7 @@ from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import look
 from megaprof.control.directory import NoJob, Unsafe, roles_with_a_run
+from megaprof.control.request import SELECT, STEPS
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import Unanswerable
 from megaprof.ui import what_if
@@ -44,9 +45,6 @@ from megaprof.ui.what_if import answer
 
 #: Seconds for which a listing is reused, after which a waiting page is shown, and after which that page asks again.
 _LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
-#: The most bytes of a form.
-_LONGEST_FORM = 4096
-_MOST_STEPS = 20
 _MISSING = "There is no such page, or not any more."
 _REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -152,12 +150,11 @@ class Pages:
             )
         place = await self._place(request)
         _, role = await run_in_threadpool(_roles, request, place)
-        form = await _form(request)
-        steps, select = form.get("steps", "2"), form.get("select", "") or "per-stage"
-        if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
-            raise HTTPException(400, f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}")
+        form = dict(parse_qsl((await request.body()).decode(errors="replace")))
+        if not (steps := form.get("steps", str(STEPS))).isdecimal():
+            raise HTTPException(400, f"steps={steps[:20]} is not a number")
         try:
-            await self._job(place, role).capture(form.get("target", ""), int(steps), select)
+            await self._job(place, role).capture(form.get("target", ""), int(steps[:9]), form.get("select", SELECT))
         except (NoJob, Refused) as refusal:
             raise HTTPException(409, str(refusal)) from None
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
@@ -230,14 +227,11 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
 def listen(port: int | None, first: int) -> socket.socket:
     """Returns a socket on 127.0.0.1: at ``port`` or, if that is None, at the first free one of the 20 ports from
     ``first`` on. Raises OSError if there is none."""
-    tries = [first + place for place in range(20)] if port is None else [port]
+    *tries, last = [first + place for place in range(20)] if port is None else [port]
     for number in tries:
-        try:
+        with suppress(OSError):
             return socket.create_server(("127.0.0.1", number))
-        except OSError:
-            if number == tries[-1]:
-                raise
-    raise OSError("no port was tried")
+    return socket.create_server(("127.0.0.1", last))
 
 
 def server_of(pages_of: Starlette) -> uvicorn.Server:
@@ -283,22 +277,6 @@ def _roles(request: Request, place: Place) -> tuple[list[str], str | None]:
         roles = []
     role = request.query_params.get("role")
     return roles, role if role in roles else roles[0] if roles else None
-
-
-async def _form(request: Request) -> dict[str, str]:
-    """Returns the fields of a small form. Raises HTTPException for anything else."""
-    no_form = HTTPException(400, "this is no form of the live page")
-    if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
-        raise no_form
-    content = b""
-    async for part in request.stream():
-        content += part
-        if len(content) > _LONGEST_FORM:
-            raise no_form
-    try:
-        return {name: values[0] for name, values in parse_qs(content.decode("ascii"), max_num_fields=16).items()}
-    except ValueError:
-        raise no_form from None
 
 
 def render(template: str, **values: Any) -> str:

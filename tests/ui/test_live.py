@@ -251,10 +251,10 @@ def test_a_capture_is_asked_for_by_the_files_of_trigger(job: Job, tmp_path: Path
     ("fields", "code"),
     [
         ({"target": "nothing", "steps": "1"}, 409),
-        ({"target": "train_actor", "steps": "0"}, 400),
+        ({"target": "train_actor", "steps": "0"}, 409),
         ({"target": "train_actor", "steps": "1e3"}, 400),
         ({"target": "train_actor", "steps": "1", "select": "99"}, 409),
-        ({"target": "train_actor", "steps": "1", "select": "x" * 5000}, 400),
+        ({"target": "train_actor", "steps": "1", "select": "x" * 5000}, 409),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(job: Job, tmp_path: Path, fields: dict[str, str], code: int) -> None:
@@ -262,7 +262,7 @@ def test_a_request_that_makes_no_sense_is_refused(job: Job, tmp_path: Path, fiel
         where = f"/live/{address(tmp_path, 'job')}/capture"
         answer = client.post(where, data=fields, headers={"origin": HERE})
         assert answer.status_code == code, answer.text
-        assert client.post(where, content=b"{}", headers={"origin": HERE}).status_code == 400
+        assert client.post(where, content=b"{}\xff", headers={"origin": HERE}).status_code == 409
     assert not job.paths.capture.exists()
 
 
