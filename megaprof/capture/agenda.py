@@ -100,12 +100,8 @@ class Wish:
     """The number of these that captured a CUDA graph."""
     first: int = -1
     last: int = -1
-    handled: int | None = None
-    """The step that was last wanted; None if none was. If it runs again, it is not wanted again."""
-    captured: set[int] = field(default_factory=set)
-    """Wanted steps that have a window."""
-    lost: dict[int, str] = field(default_factory=dict)
-    """Wanted steps that have none, and why."""
+    wanted: dict[int, str | None] = field(default_factory=dict)
+    """The steps that were wanted so far, each with the reason why it has no window; None if it has one."""
 
     def runs(self, number: int, *, graph: bool) -> None:
         """Counts a step, whose number is ``number``. ``graph``: whether it captures a CUDA graph."""
@@ -127,7 +123,9 @@ class Wish:
         A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
         first run is captured.
         """
-        if self.plan is None or self.handled == step.number or (graph and isinstance(self.plan, Schedule)):
+        if self.plan is None or (graph and isinstance(self.plan, Schedule)):
+            return False
+        if step.number == next(reversed(self.wanted), None):  # it runs again
             return False
         return self.plan.captures(step.number, step.index - self.graphs)
 
@@ -156,10 +154,10 @@ class Agenda:
         graph: bool = False,
         opened: CountedStep | None = None,
         demand: Demand | None = None,
-    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned], list[Planned]]:
+    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned], Planned | None]:
         """Counts a call, or annotated work, that begins. Returns the steps that begin with it: the host's step, if one
         does, and then the call's own; whether the open window ended before it; and the windows that are wanted. The
-        first that can open does so, and the others are lost (`lose`). Last, those of these steps after which a wanted
+        first that can open does so, and the others are lost (`lose`). Last, that of these steps after which a wanted
         step will probably begin with the next call (`_before_wanted`).
 
         ``number``: the host's number for it; None or negative if the host has none. ``host_step``: the number of the
@@ -179,11 +177,10 @@ class Agenda:
             opens.append((wanted, demand))
         for wish, step in zip(wishes, steps, strict=True):
             if self._planned and wish.wants(step, graph=graph):
-                wish.handled = step.number
-                wish.captured.add(step.number)
+                wish.wanted[step.number] = None
                 opens.append((step, None))
             wish.runs(step.number, graph=graph)
-        coming = self._before_wanted(steps, demand) if self._planned or demand is not None else []
+        coming = self._before_wanted(steps, demand) if self._planned or demand is not None else None
         return steps, closes, opens, coming
 
     @property
@@ -239,26 +236,25 @@ class Agenda:
         if demand is not None:
             demand.reason, demand.over = reason, True
         else:
-            wish = self.wish(step.target, step.role)
-            wish.captured.discard(step.number)
-            wish.lost[step.number] = reason
+            self.wish(step.target, step.role).wanted[step.number] = reason
 
-    def _before_wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> list[Planned]:
-        """Returns those of ``steps``, which begin with a call, after which the next call probably begins a step that
-        is wanted, by the configuration or for ``demand``: their predecessors began with the call before, as in a job
+    def _before_wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> Planned | None:
+        """Returns the first of ``steps``, which begin with a call, after which the next call probably begins a step
+        that is wanted, by the configuration or for ``demand``: its predecessor began with the call before, as in a job
         that only trains. If calls share a number, as RL's mini-batches do, nobody knows which is the last."""
         before = [(step.target, step.role, step.number + 1) for step in self._before]
         self._before = steps
-        coming: list[Planned] = []
         for step in steps:
             if (step.target, step.role, step.number) not in before:
                 continue
             wish, following = self.wish(step.target, step.role), step.index + 1
             if wish.plan is not None and wish.plan.captures(step.number + 1, following - wish.graphs):
-                coming.append((step, None))
-            if demand is not None and (step.target, step.role) == demand.counted and not demand.over:
-                coming += [(step, demand)] * (demand.first <= following < demand.first + demand.steps)
-        return coming
+                return step, None
+            if demand is None or demand.over or (step.target, step.role) != demand.counted:
+                continue
+            if demand.first <= following < demand.first + demand.steps:
+                return step, demand
+        return None
 
     @property
     def goes_on(self) -> bool:

@@ -117,8 +117,7 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
         last=max(wish.last for wish in wishes),
         ran=max(wish.ran for wish in wishes),
         graphs=max(wish.graphs for wish in wishes),
-        captured=set().union(*(wish.captured for wish in wishes)),
-        lost={number: reason for wish in wishes for number, reason in wish.lost.items()},
+        wanted={number: reason for wish in wishes for number, reason in wish.wanted.items()},
     )
     return {None: together}
 
@@ -126,7 +125,7 @@ def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
 def _missing(wish: Wish) -> Iterator[str]:
     """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish must have run."""
     ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
-    done = wish.captured | wish.lost.keys()
+    done, lost = wish.wanted.keys(), [number for number, reason in wish.wanted.items() if reason is not None]
     if isinstance(wish.plan, StepList):
         left = wish.plan.left(done, _LISTED + 1)
         if left:
@@ -137,9 +136,9 @@ def _missing(wish: Wish) -> Iterator[str]:
             needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat + wish.graphs
             came = f"{len(done)} of {counted(windows, 'step')} of the schedule came"
             yield f"{came}: it needs {counted(needed, 'call')}, and {wish.ran} ran"
-    if wish.lost:
-        were = "was" if len(wish.lost) == 1 else "were"
-        yield f"{_listed(wish.lost)} {were} not captured: {list(wish.lost.values())[-1]}"
+    if lost:
+        were = "was" if len(lost) == 1 else "were"
+        yield f"{_listed(lost)} {were} not captured: {wish.wanted[lost[-1]]}"
 
 
 def _listed(steps: Collection[int]) -> str:

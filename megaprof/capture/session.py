@@ -128,7 +128,7 @@ class Session:
             if self.recorders or self.demand is not None:
                 now = time.perf_counter_ns()
                 self._between, self._began = now - self._began, now
-                self._coming = self._recorders(coming[0][1]) if coming else ()
+                self._coming = () if coming is None else self._recorders(coming[1])
             if opened is not None or opens or process.prepared is not None:
                 with self._termination:
                     if closes:
@@ -166,10 +166,8 @@ class Session:
             if opened is None and not coming:
                 return
             with self._termination:
-                if opened is not None and failed:
-                    self._close("the host raised an exception")
-                elif opened is not None and not opened.step.outlasts_call:
-                    self._close(None)
+                if opened is not None and (failed or not opened.step.outlasts_call):
+                    self._close("the host raised an exception" if failed else None)
                 if coming and process.window is None:
                     self._prepare(coming)
         except BaseException as fault:

@@ -154,4 +154,4 @@ def test_a_step_that_falls_into_a_window_on_demand_is_in_that_one() -> None:
     demand = Demand(ACTOR, None, 1, 1, [])
     run = agenda(ACTOR, steps="1", select="all")
     assert in_words(windows_of(run, train(0, 1, 2, 3), demand)) == ["train_actor 1"]
-    assert run.wish(ACTOR, None).lost == {1: "a window of train_actor was open"}
+    assert run.wish(ACTOR, None).wanted[1] == "a window of train_actor was open"
