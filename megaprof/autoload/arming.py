@@ -104,9 +104,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
-                loader = spec.loader
-                if loader is not None:
-                    loader.exec_module = functools.partial(_execute, loader, loader.exec_module)
+                with Suppressed(Exception, says=f"{fullname} cannot be hooked"):  # a loader of the host's own kind
+                    if (loader := spec.loader) is not None and not isinstance(loader, type):
+                        loader.exec_module = functools.partial(_execute, loader, loader.exec_module)
                 return spec  # type: ignore[no-any-return]
         return None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.abc
+import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +108,24 @@ def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict
         "megaprof.runtime.isolation",
         "megaprof.version",
     ]
+
+
+def test_a_loader_that_cannot_be_watched_still_loads(monkeypatch: Any, caplog: Any) -> None:
+    class Fixed(importlib.abc.Loader):
+        def exec_module(self, module: Any) -> None:
+            module.loaded = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    finder = SimpleNamespace(find_spec=lambda name, *_: ModuleSpec(name, Fixed()))
+    monkeypatch.setattr(sys, "meta_path", [finder])
+    spec = arming._Finder().find_spec(arming._SCHEDULES, None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.loaded
+    assert f"{arming._SCHEDULES} cannot be hooked" in caplog.text
 
 
 def test_every_host_is_watched() -> None:
