@@ -57,6 +57,9 @@ PAGES = {
     "scripts": "exit codes, JSON, and these tools: parts of answers, limits, what the user is asked before a capture",
     "timeline": "the timeline that every rank can keep",
 }
+_PACKAGE = Path(__file__).resolve().parents[1]
+#: The documents of an installed package are in it, those of a checkout beside it.
+_DOCS = _PACKAGE / "docs" if (_PACKAGE / "docs").is_dir() else _PACKAGE.parent / "docs"
 #: Fields that a summary leaves out of every document: tables, and series over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
@@ -116,7 +119,7 @@ def _stamp(path: Path) -> Hashable:
 
 
 def page(name: str) -> str:
-    return (_docs() / f"{name}.md").read_text(encoding="utf-8")
+    return (_DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
 def help_of(command: str) -> str:
@@ -128,16 +131,10 @@ def help_of(command: str) -> str:
 
 def schema_of(command: str) -> str:
     """Returns the JSON Schema of the output of ``megaprof COMMAND --json``. Raises ResourceNotFoundError."""
-    schemas = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
+    schemas = {path.stem: path for path in sorted((_DOCS / "schemas").glob("*.json"))}
     if command not in schemas:
         raise ResourceNotFoundError(f"there is no schema {command}; there are {', '.join(schemas)}")
     return schemas[command].read_text(encoding="utf-8")
-
-
-def _docs() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "docs"
-    return installed if installed.is_dir() else package.parent / "docs"
 
 
 #: The tools: the arguments that each takes of its command's, what answers them, and what to know beside the command's

@@ -220,6 +220,12 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     one_model = None in (sides[0].layers, sides[1].layers) or sides[0].layers == sides[1].layers
     layer = _layer(before, after) if one_model else None
     predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
+    causes = {}
+    if one_model and before.diagnosis is not None and after.diagnosis is not None:
+        for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
+            cost, now = (_total(each.price for each in side.causes if each.kind == kind) for side in (before, after))
+            change = now.value / cost.value - 1.0 if cost.value else None
+            causes[kind] = Difference(cost.value, now.value, change, not now.meets(cost))
     return TargetDiff(
         target=before.target,
         role=before.role,
@@ -229,7 +235,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), one_model, alike) for pp in sorted(old.keys() | new.keys())),
         layer=layer,
         prediction=_kept(before, after, layer) if predicted else None,
-        causes=_causes(before.diagnosis, after.diagnosis) if one_model else {},
+        causes=causes,
     )
 
 
@@ -358,17 +364,6 @@ def _difference(
             low, high = (None, None) if fraction is None else (more.low / before.mean, more.high / before.mean)
             return Difference(before.mean, after.mean, fraction, not more.holds(0.0), low, high)
     return Difference(before.mean, after.mean, fraction, None)
-
-
-def _causes(before: Diagnosis | None, after: Diagnosis | None) -> dict[str, Difference]:
-    if before is None or after is None:
-        return {}
-    causes = {}
-    for kind in dict.fromkeys(cause.kind for cause in (*before.causes, *after.causes)):
-        old, new = (_total(each.price for each in side.causes if each.kind == kind) for side in (before, after))
-        change = new.value / old.value - 1.0 if old.value else None
-        causes[kind] = Difference(old.value, new.value, change, not new.meets(old))
-    return causes
 
 
 def _total(values: Iterable[Interval]) -> Interval:
