@@ -17,7 +17,7 @@ CERTAIN = 0.9
 #: Half the width of such an interval, in standard errors.
 LEVEL = statistics.NormalDist().inv_cdf((1.0 + CERTAIN) / 2.0)
 #: How many times samples are drawn to see how much their average varies.
-_DRAWS = 1000
+MANY = 1000
 
 # Both hold asymptotically (Rousseeuw & Croux 1993).
 #: Standard deviation of normal samples, divided by their median absolute deviation.
@@ -118,13 +118,13 @@ class Interval:
         return self.low <= other.high and other.low <= self.high
 
 
-def errors_of_mean(samples: Floats) -> Floats:
+def errors_of_mean(samples: Floats, often: npt.NDArray[np.int64] | None = None) -> Floats:
     """Returns by how much the average of samples is off, [draw], in draws with replacement: a few large ones make its
-    interval lopsided. 0 for a single sample."""
+    interval lopsided. 0 for a single sample. ``often`` [draw, sample]: how often each is drawn, if that is known."""
     n = len(samples)
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), size=_DRAWS) @ samples / n
+    often = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), size=MANY) if often is None else often
     # Drawn from few samples, averages differ less than those of new samples would.
-    errors: Floats = (drawn - samples.mean()) * math.sqrt(n / max(n - 1, 1))
+    errors: Floats = (often @ samples / n - samples.mean()) * math.sqrt(n / max(n - 1, 1))
     return errors
 
 

@@ -93,17 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
 def answer_to(
     report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
 ) -> WhatIfAnswer:
-    """Returns the prediction of `changeable.chosen` for a target of a report. Raises CommandError, and UsageError for a
+    """Returns the prediction of `changeable.chosen` for a target of a report. Raises Unanswerable, and UsageError for a
     change that has no prediction."""
     from megaprof.analysis.report.text.what_if import name_of, notes_on
-    from megaprof.analysis.what_if.changeable import NotCaptured, chosen, stages_after
+    from megaprof.analysis.what_if.changeable import chosen, stages_after
     from megaprof.analysis.what_if.layouts import options_of
 
     target_report, changeable = _find_target(report, target, role)
     try:
         choice = chosen(changeable, choices)
-    except NotCaptured as missing:
-        raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     after = stages_after(target_report, changeable, choice)

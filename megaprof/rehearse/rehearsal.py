@@ -20,8 +20,8 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.contents import in_flight_layers
 from megaprof.analysis.what_if.layouts import options_of
-from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.inputs import read_input
 from megaprof.formats.names import appearing

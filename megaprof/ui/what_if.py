@@ -24,6 +24,7 @@ from megaprof.analysis.what_if.changeable import (
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.phrases import Unanswerable
 
 #: The most layers of a piece that are drawn one by one.
 MOST_DRAWN = 24
@@ -76,11 +77,10 @@ def answer(changeable: Changeable, target: TargetReport, query: Mapping[str, str
     try:
         now = chosen(changeable, query)
         if query.get("move"):
-            source, _, rest = query["move"].partition("-")
-            destination, _, letter = rest.partition("-")
+            source, destination, letter = (*query["move"].split("-", 2), "", "")[:3]
             places = whole("move", source, -1), whole("move", destination, -1)
             now = tried(changeable, replace(now.setting, pieces=moved(now.setting.pieces, *places, letter or "t")))
-    except ValueError as mistake:
+    except (ValueError, Unanswerable) as mistake:
         fault = str(mistake)
     stages, p2p_ms = changeable.stages, now.setting.p2p_ms
     end = round(1000 * max(now.simulation.step_ms, captured.simulation.step_ms))

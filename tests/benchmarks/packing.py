@@ -93,8 +93,8 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     _run(kind, [("captured", *before)], out / "first", 1)
     known = known_of(out / "first" / name(0, "captured"))
     plans = {each: found for each in PLANS if (found := plan(known, each)) is not None}
-    best = max(plans, key=lambda each: plans[each].prediction.speedup.value)
-    laid = plans[best].steps[0]
+    best = max(plans, key=lambda each: repacked(known, plans[each])[0].speedup.value)
+    laid = plans[best][0]
     after = replace(before[0], microbatches=len(laid[0])), tuple(own for replica in laid for own in replica)
     _run(kind, [("captured", *before), (best, *after)], out / "pairs", repeats)
     measured, scatter = measured_speedup(out / "pairs", repeats, "captured", best)
@@ -103,7 +103,7 @@ def outcomes_of(kind: str, job: int, repeats: int, out: Path) -> list[Outcome]:
     for number, place in enumerate(places):
         own = known_of(place)
         # The one that ran: another capture may lay them otherwise.
-        said = repacked(own, [laid] * len(own.steps)).prediction
+        said, *_ = repacked(own, [laid] * len(own.steps))
         outcomes.append(
             Outcome(
                 captured=f"job {job}, {number}",

@@ -121,13 +121,12 @@ def diagnose(run: Examined) -> Diagnosis:
         left = [*hiding, *(term for term, _, _ in gains)]
         dearest, doubtful = _dearest(beside, gains)
         if dearest is not None:
-            hiding = _needed(run, hiding, dearest[0])
-            together = _causes_together(run, hiding, dearest[0]) if hiding else [dearest[1]]
+            fixed = [*_needed(run, hiding, dearest), dearest]
+            together = _causes_together(run, fixed)
             if together[-1].price.low <= LEAST * run.step_ms:
-                perhaps = _causes_together(run, hiding, dearest[0], sure=False)
+                perhaps = _causes_together(run, fixed, sure=False)
                 break
-            fixed = [*hiding, dearest[0]]
-            alone = [float(asked.gain(term).mean()) if causes or hiding else together[0].price.value for term in fixed]
+            alone = [float(asked.gain(term).mean()) for term in fixed]
             causes += (replace(cause, alone_ms=ms) for cause, ms in zip(together, alone, strict=True))
             left = [term for term in left if term not in fixed]
             run, hiding = run.mended(*fixed), []
@@ -138,10 +137,10 @@ def diagnose(run: Examined) -> Diagnosis:
                 break
             hiding.append(masked)
     gain = _gain_of_filling(run)
-    price = run.interval(gain, len(gain), mean := float(gain.mean()))
+    price = run.interval(gain)
     if price.low > LEAST * run.step_ms:
         alone_ms = float(_gain_of_filling(asked).mean())
-        causes.append(Cause("few_microbatches", price, 1.0, mean, len(gain), None, alone_ms=alone_ms))
+        causes.append(Cause("few_microbatches", price, 1.0, price.value, len(gain), None, alone_ms=alone_ms))
     table, slow = asked.table, [slow_ranks(causes, every=every) for every in (False, True)]
     replica, peer = shown(table, *slow)
     # As in the table of microbatches.
@@ -254,14 +253,14 @@ def _needed(run: Examined, hiding: list[Term], last: Term) -> list[Term]:
     return needed
 
 
-def _causes_together(run: Examined, hiding: list[Term], last: Term, *, sure: bool = True) -> list[Cause]:
-    """Returns causes that gain enough only together. If mending one of them alone makes the step longer, its price is
-    0, and that loss is subtracted from the price of the last one."""
+def _causes_together(run: Examined, terms: Sequence[Term], *, sure: bool = True) -> list[Cause]:
+    """Returns a cause, or several that gain enough only together. If mending one of them alone makes the step longer,
+    its price is 0, and that loss is subtracted from the price of the last one."""
     causes, debt = [], 0.0
-    for term in (*hiding, last):
+    for term in terms:
         gain = run.gain(term)
         price, lost = run.price(term, gain), 0.0
-        if term is last:
+        if term is terms[-1]:
             lost = debt
             price += Interval.of(debt)
         else:
@@ -277,18 +276,16 @@ _Gains = Sequence[tuple[Term, Floats, float]]
 """What `Examined.gains` returns."""
 
 
-def _dearest(run: Examined, gains: _Gains) -> tuple[tuple[Term, Cause] | None, list[Cause]]:
-    """Returns the most expensive term that certainly costs enough, and the more expensive ones that only may."""
+def _dearest(run: Examined, gains: _Gains) -> tuple[Term | None, list[Cause]]:
+    """Returns the most expensive term that certainly costs enough; if there is none, those that may."""
     doubtful: list[Cause] = []
-    priced = sorted(((float(gain.mean()), gain, term) for term, gain, _ in gains), key=lambda entry: -entry[0])
-    for mean, gain, term in priced:
-        if mean <= 0.0:
+    for term, gain, _ in sorted(gains, key=lambda each: -float(each[1].mean())):
+        if float(gain.mean()) <= LEAST * run.step_ms:
             break
         price = run.price(term, gain)
         if price.low > LEAST * run.step_ms:
-            return (term, _cause(run, term, price, gain)), []
-        if mean > LEAST * run.step_ms:
-            doubtful.append(_cause(run, term, price, gain, sure=False))
+            return term, []
+        doubtful.append(_cause(run, term, price, gain, sure=False))
     return None, doubtful
 
 

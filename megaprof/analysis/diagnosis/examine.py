@@ -8,12 +8,12 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.model import blocks, drawn_steps, fit
-from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED
+from megaprof.analysis.diagnosis.model import blocks, fit
+from megaprof.analysis.diagnosis.policy import DRAWS, LEAST, REPLAYED
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.notes import Note
-from megaprof.analysis.samples import Interval, errors_of_mean
+from megaprof.analysis.samples import MANY, Interval, errors_of_mean
 from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import phase_order
@@ -30,6 +30,8 @@ class Examined:
     """One step for each draw, with the contents of that draw, as it was."""
     rows: np.typing.NDArray[np.intp]
     """[draw]: the step of each draw."""
+    often: np.typing.NDArray[np.int64]
+    """[many draws, step]: how often each step is in a draw of all steps (`samples.errors_of_mean`)."""
     replayed_ms: float
     """The average step, replayed as it was, in milliseconds."""
     restless_ms: float
@@ -85,20 +87,22 @@ class Examined:
         # communication that appears once, are reduced in all of them.
         of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
-        gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
-        price = self.interval(gains, len(gain), mean, of_one**2 + of_content**2)
+        several = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else None
+        price = self.interval(gain, of_one**2 + of_content**2, several)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
         left = np.minimum(self.view.passes, mended(self.view, term).passes).sum(axis=(3, 4, 5))
         own = term.stage if term.stage is not None else slice(None if term.fitted else 0)
         most_ms = self.step_ms - float(np.delete(left, own, axis=2).max(axis=(1, 2), initial=0.0).mean())
         return replace(price, low=price.low - term.doubt_ms(mean), high=max(mean, min(price.high, most_ms)))
 
-    def interval(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> Interval:
-        """Returns the price of a gain of ``mean`` over ``count`` steps that differ as ``gains`` do. ``besides``: its
-        variance for other reasons. Two more are added here: disturbances come at random, so a shorter step would have
-        met others; and a replay that misses the step also misses the price."""
-        besides += 2.0 * self.restless_ms * abs(mean) / count + ((self.missed + REPLAYED) * mean) ** 2
-        return Interval.of(mean, float(np.sqrt(besides)), errors_of_mean(gains) * np.sqrt(len(gains) / count))
+    def interval(self, gain: Floats, besides: float = 0.0, several: Floats | None = None) -> Interval:
+        """Returns the average of what steps gain. ``besides``: its variance for other reasons than that steps differ.
+        Two more are added here: disturbances come at random, so a shorter step would have met others; and a replay that
+        misses the step also misses the price. ``several``: gains that differ as those of other steps would, for one."""
+        mean = float(gain.mean())
+        besides += 2.0 * self.restless_ms * abs(mean) / len(gain) + ((self.missed + REPLAYED) * mean) ** 2
+        errors = errors_of_mean(gain, self.often) if several is None else errors_of_mean(several) * len(several) ** 0.5
+        return Interval.of(mean, float(np.sqrt(besides)), errors)
 
     def _in_other_blocks(self, term: Term) -> Floats:
         """Returns what a term costs, [draw], in steps made of drawn blocks of the microbatches of a single step, which
@@ -126,13 +130,15 @@ def examine(table: Table) -> Examined:
     if missing:
         raise Unfit(Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp))
     _check_order(table)
-    steps = drawn_steps(len(table.steps), np.random.default_rng(0))
+    steps = np.random.default_rng(0).integers(0, len(table.steps), (DRAWS, len(table.steps)))
     (content, of_draws, factors), rows = fit(table, steps), steps[:, 0]
     expected = factors.pop("expected")
     view = viewed(table, content, factors, expected)
     draws, replayed_ms = view.at(rows, of_draws), float(np.mean(view.step_ms))
     every = tuple(terms(table, view, float(table.length.mean())))
-    return Examined(table, view, draws, rows, replayed_ms, _restless(table, view, expected), every)
+    count = len(table.steps)
+    often = np.random.default_rng(0).multinomial(count, np.full(count, 1.0 / count), size=MANY)
+    return Examined(table, view, draws, rows, often, replayed_ms, _restless(table, view, expected), every)
 
 
 def _restless(table: Table, view: View, expected: Floats) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.policy import DRAWS, MINOR
+from megaprof.analysis.diagnosis.policy import MINOR
 from megaprof.analysis.samples import LEVEL, MAD
 from megaprof.analysis.table.table import BESIDE, EMBEDDING, LOSS, QUARTILE, Floats, Table
 from megaprof.parallel.peers import of_others
@@ -105,7 +105,9 @@ def _levels(log: Floats) -> tuple[Floats, Floats, Floats]:
     t, d, s, c, k, m = log.shape
     usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
     left = log - usual[:, :, :, None]
-    common = _in_common(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
+    # Their median: of all numbers between the two middle ones, the one nearest to 0.
+    flat = np.moveaxis(left, 5, 2).reshape(t, d, m, -1)
+    common = np.clip(0.0, *(np.quantile(flat, 0.5, axis=-1, method=method) for method in ("lower", "higher")))
     return left, common, np.median(common, axis=2)
 
 
@@ -264,13 +266,6 @@ def _per_step(passes: Floats) -> Floats:
     return of_step
 
 
-def _in_common(values: Floats) -> Floats:
-    """Returns the median along the last axis: of all numbers between the two middle values, the one nearest to 0."""
-    low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
-    nearest: Floats = np.clip(0.0, low, high)
-    return nearest
-
-
 def _quantile(values: Floats, at: float, axis: int) -> Floats:
     """Returns the lower one of the values around a quantile; numpy's own takes twice as long."""
     place = int(at * (values.shape[axis] - 1))
@@ -288,8 +283,3 @@ def blocks(count: int, microbatches: int, random: np.random.Generator) -> npt.ND
     length = max(1, round(microbatches**0.5))
     first = random.integers(0, microbatches, (count, -(-microbatches // length)))
     return (first[:, :, None] + np.arange(length)).reshape(count, -1)[:, :microbatches] % microbatches
-
-
-def drawn_steps(count: int, random: np.random.Generator) -> npt.NDArray[np.intp]:
-    """Draws steps with replacement, [draw, count]."""
-    return random.integers(0, count, (DRAWS, count))

@@ -336,8 +336,10 @@ def _waiting_for_host(table: Table, place: tuple[int, int]) -> Iterator[Note]:
     waiting, since, of_ranks = dict[int, float](), set[int](), table.spent.get("host_passes")
     for stage, shares in enumerate(() if of_ranks is None else of_ranks[:, place[0], :, place[1]].T):
         known = np.isfinite(shares)
-        first = (began(shares[known] > MOST) if known.any() else None) or 0
-        if (share := _known_mean(shares[known][first:])) is not None and share > MOST:
+        if not known.any():
+            continue
+        first = began(shares[known] > MOST) or 0
+        if (share := float(shares[known][first:].mean())) > MOST:
             waiting[stage] = share
             since.add(int(table.steps[known][first]) if first else -1)
     if waiting:
@@ -376,7 +378,8 @@ def _stage(place: tuple[int, int, int], table: Table) -> Stage:
     modules_ms: dict[str, list[float]] = {}
     for key, times_ns in table.modules[pp].items():
         modules_ms.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in times_ns)
-    metadata = table.metadata[pp]
+    metadata, of_host = table.metadata[pp], spent.get("host_passes")
+    known = None if of_host is None else Spread.of(of_host[np.isfinite(of_host)].tolist())
     return Stage(
         pp=pp,
         ranks=(int(table.ranks[place]),),
@@ -395,7 +398,7 @@ def _stage(place: tuple[int, int, int], table: Table) -> Stage:
         gradients_ms=None if table.reduces and "gradients" not in spent else _spread(gradients),
         host_bound_ms=_spread(spent.get("host_bound")),
         data_wait_ms=_spread(spent.get(DATA)),
-        host_bound_passes=_known_mean(spent.get("host_passes")),
+        host_bound_passes=mean_of(known),
         host_ms={kind: None if table.schedule.combined else _spread(spent.get(f"host_{kind}")) for kind in PASSES[:2]},
         modules_ms={name: spread for name, times_ms in sorted(modules_ms.items()) if (spread := Spread.of(times_ms))},
         collectives={
@@ -417,11 +420,6 @@ def _exposed(spent: Mapping[str, Floats], tail: Floats, sizes: ParallelSizes) ->
     if unknown is not None and not np.isfinite(dp).all():
         exposed["unknown"] = unknown + tail
     return {group: _spread(samples) for group, samples in exposed.items()}
-
-
-def _known_mean(values: Floats | None) -> float | None:
-    known = values[np.isfinite(values)] if values is not None else ()
-    return float(np.mean(known)) if len(known) else None
 
 
 def _parted(waited: Floats | None, ran: Floats | None, table: Table) -> Collectives:

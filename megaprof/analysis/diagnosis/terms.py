@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.state import receivers
-from megaprof.analysis.diagnosis.view import EXCHANGE, View
+from megaprof.analysis.diagnosis.view import EXCHANGE, View, receivers
 from megaprof.analysis.table.table import DATA, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
 
@@ -48,7 +48,6 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_content(table, view),
         *_of_microbatches(table, view),
         *_of_ranks(table, view, step_ms),
-        *_of_steps(view, step_ms),
         *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
         *_of_passes(table, view, step_ms),
@@ -81,17 +80,10 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
 
         yield Term("ends", spread, stage=stage, chunk=chunk, fitted=True)
     for stage in range(s):
-
-        def usual(v: View, stage: int = stage) -> View:
-            return v.quick(np.s_[:, stage], v.content.stage[:, stage])
-
-        yield Term("stage", usual, stage=stage, fitted=True)
+        yield Term("stage", partial(View.usual, kind="stage", place=(stage,)), stage=stage, fitted=True)
         for chunk in range(c) if c > 1 else ():
-
-            def like_others(v: View, stage: int = stage, chunk: int = chunk) -> View:
-                return v.quick(np.s_[:, stage, chunk], v.content.chunk[:, stage, chunk])
-
-            yield Term("chunk", like_others, stage=stage, chunk=chunk, fitted=True)
+            change = partial(View.usual, kind="chunk", place=(stage, chunk))
+            yield Term("chunk", change, stage=stage, chunk=chunk, fitted=True)
 
 
 def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
@@ -125,14 +117,9 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     least = LEAST * step_ms
     if d > 1:
         for replica, stage in np.argwhere((of_rank * (1.0 - 1.0 / view.rank)).mean(axis=0) >= least).tolist():
-
-            def mended(v: View, stage: int = stage) -> View:
-                factor = np.ones_like(v.rank)
-                factor[:, :, stage] = 1.0 / v.rank[:, :, stage]
-                return v.scaled(factor[..., None, None, None], only_own=True, rank=v.rank * factor)
-
             ranks = tuple(table.ranks[replica, stage].tolist())
-            yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks)
+            change = partial(View.quick, factor="rank", stage=stage, only_own=True)
+            yield Term("slow_rank", change, stage=stage, replica=replica, ranks=ranks)
     if p > 1:
         longer = view.peers - of_others(view.peers, 3)
         for replica, stage, peer in np.argwhere(longer.mean(axis=0) >= least).tolist():
@@ -146,18 +133,9 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
 
             ranks = (int(table.ranks[replica, stage, peer]),)
             yield Term("slow_rank", like_peers, stage=stage, replica=replica, ranks=ranks)
-
-
-def _of_steps(view: View, step_ms: float) -> Iterator[Term]:
     of_stage = (view.passes.sum(axis=(3, 4, 5)) * (1.0 - 1.0 / view.pace)).mean(axis=(0, 1))
-    for stage in np.flatnonzero(of_stage >= LEAST * step_ms).tolist():
-
-        def steady(v: View, stage: int = stage) -> View:
-            factor = np.ones_like(v.pace)
-            factor[:, :, stage] = 1.0 / v.pace[:, :, stage]
-            return v.scaled(factor[..., None, None, None], pace=v.pace * factor)
-
-        yield Term("unexplained", steady, stage=stage, once=True)
+    for stage in np.flatnonzero(of_stage >= least).tolist():
+        yield Term("unexplained", partial(View.quick, factor="pace", stage=stage), stage=stage, once=True)
 
 
 def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
@@ -242,22 +220,12 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     if DATA not in table.held:
         yield Term(DATA, lambda v: v.less(v.first_waits(), first=np.zeros_like(v.first)), stage=0, once=True)
     for stage in np.flatnonzero(table.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist() if DATA in table.held else ():
-
-        def loaded(v: View, stage: int = stage) -> View:
-            others, of_stage = v.held[DATA].copy(), np.zeros_like(v.held[DATA])
-            others[:, :, stage], of_stage[:, :, stage] = 0.0, v.held[DATA][:, :, stage]
-            return v.less(of_stage, held={**v.held, DATA: others})
-
         waits = np.nan_to_num(table.spent[DATA][:, :, stage])
         ranks = longest(waits, table.ranks[:, stage, : waits.shape[2]], step_ms)
-        yield Term(DATA, loaded, stage=stage, ranks=ranks, once=True)
+        yield Term(DATA, partial(View.released, kind=DATA, stage=stage), stage=stage, ranks=ranks, once=True)
     for kind in [kind for kind in table.held if kind != DATA]:
-
-        def going_on(v: View, kind: str = kind) -> View:
-            return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
-
         ranks = longest(table.core_waits, table.ranks, step_ms) if kind == WAIT else ()
-        yield Term(kind, going_on, ranks=ranks, once=True)
+        yield Term(kind, partial(View.released, kind=kind), ranks=ranks, once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 

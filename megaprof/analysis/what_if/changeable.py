@@ -22,7 +22,7 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import Simulation, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, baseline, priced
-from megaprof.analysis.what_if.contents import Costs, Held
+from megaprof.analysis.what_if.contents import Costs, Held, Memory, in_flight_layers
 from megaprof.analysis.what_if.contents import split as divided
 from megaprof.analysis.what_if.layouts import (
     Layout,
@@ -31,11 +31,9 @@ from megaprof.analysis.what_if.layouts import (
     format_layout,
     layers_per_stage,
     parse_layout,
-    to_flags,
 )
-from megaprof.analysis.what_if.memory import Memory, in_flight_layers
-from megaprof.analysis.what_if.packing import PLANS, Sequences, plan
-from megaprof.formats.phrases import counted
+from megaprof.analysis.what_if.packing import PLANS, Sequences, plan, repacked
+from megaprof.formats.phrases import Unanswerable, counted
 
 MOST_MICROBATCHES = 4096
 _MOST_PASSES, _MOST_P2P_MS = 200_000, 1e6
@@ -43,10 +41,6 @@ _MOST_CHUNKS, _LONGEST_LAYOUT = 16, 4000
 _COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 #: How many ways to divide the contents into layers and ends are drawn, for every draw of the contents.
 WAYS = 2
-
-
-class NotCaptured(ValueError):
-    """Raised if a change makes sense, but the captured files do not show what its step would take."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> tuple[Prediction
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         tokens=change.tokens,
         activations=1.0 if schedule.forward_only else change.tokens,
-        flags=() if pieces == run.pieces else flags_of(run.held, pieces),
+        flags=() if pieces == run.pieces else run.held.flags(pieces),
         in_flight=tuple(in_flight_layers(pieces, schedule)),
         fits=fits,
         needed=needed,
@@ -167,18 +161,18 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> tuple[Prediction
 def tried(run: Changeable, wanted: Setting) -> Tried:
     """Predicts ``wanted``.
 
-    Raises ValueError if Megatron refuses it or if it is too large to predict, and NotCaptured.
+    Raises ValueError if Megatron refuses it or if it is too large to predict, and Unanswerable.
     """
     asked = run
     if wanted.packing is not None:
-        run, laid = _repacked(run, wanted)
+        run, laid = _repacked(run, wanted, wanted.packing)
         wanted = replace(wanted, microbatches=run.microbatches)
     _check(run, wanted)
     prediction, _ = predicted(run, "by_hand", wanted)
     change = run.change(wanted)
     if wanted.packing is not None:
         both = laid.step_ms
-        if (wanted.pieces, change) != (run.pieces, run.baseline.as_is):  # predicted on top of what was laid
+        if (wanted.pieces, change) != (run.pieces, Change(run.baseline.replay)):  # predicted on top of what was laid
             both = prediction.step_ms + laid.step_ms + Interval.of(-laid.step_ms.value)
         took = Prediction.of("by_hand", asked.baseline.measured_ms, both)
         prediction = replace(prediction, step_ms=took.step_ms, speedup=took.speedup)
@@ -192,28 +186,29 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
         packing=wanted.packing,
     )
     content = run.costs.of(wanted.pieces)
-    before = asked.baseline.stages_ms(asked.baseline.content, asked.baseline.as_is)
-    longer = run.baseline.stages_ms(content, change) / np.maximum(before, 1e-9)
-    idle_ms = run.baseline.idle_ms(content, change)
-    return Tried(
-        wanted, prediction, run.baseline.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist())
-    )
+    before = asked.baseline.stages_ms(asked.baseline.content, Change(asked.baseline.replay))
+    steps, stages_ms = run.baseline, run.baseline.stages_ms(content, change)
+    longer = stages_ms / np.maximum(before, 1e-9)
+    # Until the longest pipeline ends. This is never negative, because a pipeline takes as long as any of its stages.
+    idle_ms = (steps.pipelines_ms - steps.gain(content, change)).mean() - stages_ms
+    return Tried(wanted, prediction, steps.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist()))
 
 
-def _repacked(run: Changeable, wanted: Setting) -> tuple[Changeable, Prediction]:
+def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeable, Prediction]:
     """Returns the run with its sequences packed as ``wanted``, and the prediction of that. Raises ValueError."""
-    packing, count, sequences = wanted.packing or "", wanted.microbatches, run.sequences
+    count, sequences = wanted.microbatches, run.sequences
     if sequences is None:
         alike = "all microbatches have equally many tokens in equally long sequences, so any packing is the same"
         why = alike if run.alike else "the lengths of the sequences were not captured"
-        raise NotCaptured(f"packing={packing}: {why}")
+        raise Unanswerable(f"packing={packing}: {why}")
     laid = plan(sequences, packing, None if count == run.microbatches else count)
     if laid is None:
         raise ValueError(
             f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
-    return replace(run, baseline=baseline(sequences.run, laid.passes, laid.replay)), laid.prediction
+    prediction, passes, replay = repacked(sequences, laid, packing)
+    return replace(run, baseline=baseline(sequences.run, passes, replay)), prediction
 
 
 def _check(run: Changeable, wanted: Setting) -> None:
@@ -229,28 +224,35 @@ def _check(run: Changeable, wanted: Setting) -> None:
         raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
 
 
-def flags_of(held: Held, pieces: Layout) -> tuple[str, ...]:
-    """Returns Megatron's flags for a layout; none if no option of Megatron describes it.
-
-    Megatron's even split needs no flag for its layers. One is given all the same, to replace a flag that the run has
-    now. A hybrid model has its layout in its pattern, and Megatron refuses other flags next to that.
-    """
-    if held.hybrid:
-        pattern = held.pattern(pieces)
-        return () if pattern is None else ("--hybrid-layer-pattern", pattern)
-    flags = to_flags(pieces, held.stages)
-    if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
-        return flags
-    return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, held.stages)[0]), *flags)
-
-
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     """Predicts the choices, which have these names: ``layout``, as Megatron writes it or as decoder layers by piece
     (``5,3``); ``chunks`` of every stage; ``microbatches``; ``p2p``: milliseconds of a transfer; ``tokens``: ``more`` if
     another number of microbatches keeps their size; ``packing``: one of `packing.PLANS`; ``was``: the number of chunks
     on the page that shows ``layout``. If ``chunks`` differs from ``was``, the layout is split anew. A choice that is
-    missing or empty stays as it was captured. Raises ValueError, as `tried` does."""
-    return tried(run, _setting(run, choices))
+    missing or empty stays as it was captured. Raises as `tried` does."""
+    captured = run.captured
+    chunks_before = len(captured.pieces) // run.stages
+    chunks = whole("chunks", choices.get("chunks"), chunks_before)
+    if not 1 <= chunks <= _MOST_CHUNKS:
+        raise ValueError(f"chunks={chunks} must lie between 1 and {_MOST_CHUNKS}")
+    packing = choices.get("packing", "").strip() or None
+    if packing is not None and packing not in PLANS:
+        raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
+    pieces = _pieces(run, choices.get("layout", "").strip())
+    # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
+    if chunks * run.stages != len(pieces) and choices.get("chunks"):
+        if choices.get("layout") and "was" not in choices:
+            raise ValueError(f"chunks={chunks} on {run.stages} stages is not a layout of {len(pieces)} pieces")
+        if chunks != whole("was", choices.get("was"), chunks_before):
+            pieces = split(captured.pieces, run.stages, chunks)
+    wanted = Setting(
+        pieces,
+        whole("microbatches", choices.get("microbatches"), captured.microbatches),
+        _milliseconds(choices.get("p2p"), run.baseline.p2p_ms),
+        choices.get("tokens", "same") != "more",
+        packing,
+    )
+    return tried(run, wanted)
 
 
 @dataclass(frozen=True)
@@ -288,32 +290,6 @@ def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> Stag
         tuple(bubbles),
         statistics.fmean(known) if known else None,
         None if measured.imbalance is None else max(computed) / statistics.fmean(computed),
-    )
-
-
-def _setting(run: Changeable, choices: Mapping[str, str]) -> Setting:
-    """Returns the setting that was chosen. Raises ValueError."""
-    captured = run.captured
-    chunks_before = len(captured.pieces) // run.stages
-    chunks = whole("chunks", choices.get("chunks"), chunks_before)
-    if not 1 <= chunks <= _MOST_CHUNKS:
-        raise ValueError(f"chunks={chunks} must lie between 1 and {_MOST_CHUNKS}")
-    packing = choices.get("packing", "").strip() or None
-    if packing is not None and packing not in PLANS:
-        raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
-    pieces = _pieces(run, choices.get("layout", "").strip())
-    # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
-    if chunks * run.stages != len(pieces) and choices.get("chunks"):
-        if choices.get("layout") and "was" not in choices:
-            raise ValueError(f"chunks={chunks} on {run.stages} stages is not a layout of {len(pieces)} pieces")
-        if chunks != whole("was", choices.get("was"), chunks_before):
-            pieces = split(captured.pieces, run.stages, chunks)
-    return Setting(
-        pieces,
-        whole("microbatches", choices.get("microbatches"), captured.microbatches),
-        _milliseconds(choices.get("p2p"), run.baseline.p2p_ms),
-        choices.get("tokens", "same") != "more",
-        packing,
     )
 
 

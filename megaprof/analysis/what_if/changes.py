@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
-from megaprof.analysis.diagnosis.model import blocks, drawn_steps
-from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
+from megaprof.analysis.diagnosis.model import blocks
+from megaprof.analysis.diagnosis.policy import DRAWS, LEAST, REPLAYED, RERUN
 from megaprof.analysis.diagnosis.view import EXCHANGE
 from megaprof.analysis.samples import LEVEL, Interval
 from megaprof.analysis.simulation import Replay, Simulation, played
@@ -109,9 +109,9 @@ class Baseline:
 
     A pass takes ``passes`` for its content, ``exchange`` for what its stage exchanged before it beyond ``link``, and
     ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at ``entry``, and exchanges with the next one
-    in ``link`` [n, r, s]. ``length`` [n] is the measured step, ``replayed_ms`` the average step, replayed. ``content``
-    [s, c, k] is the time of chunks in the quicker passes, their lower quartile, ``drawn`` [draw, s, c, k] the same in
-    every draw, and ``rows`` [draw] the step of each draw.
+    in ``link`` [n, r, s]. ``length`` [n] is the measured step, and ``missed`` the fraction by which the replay misses
+    the average step. ``content`` [s, c, k] is the time of chunks in the quicker passes, their lower quartile, ``drawn``
+    [draw, s, c, k] the same in every draw, and ``rows`` [draw] the step of each draw.
     """
 
     replay: Replay
@@ -121,7 +121,7 @@ class Baseline:
     entry: Floats
     link: Floats
     length: Floats
-    replayed_ms: float
+    missed: float
     content: Floats
     drawn: Floats
     rows: npt.NDArray[np.intp]
@@ -132,35 +132,19 @@ class Baseline:
         return float(self.length.mean())
 
     @property
-    def missed(self) -> float:
-        """The fraction by which the replay misses the average step."""
-        return abs(self.replayed_ms / self.measured_ms - 1.0)
-
-    @property
     def p2p_ms(self) -> float:
         """Milliseconds of an exchange: the median of all links."""
         return float(np.median(self.link)) if self.link.shape[-1] > 1 else 0.0
 
-    @property
-    def as_is(self) -> Change:
-        """No change."""
-        return Change(self.replay)
-
     @cached_property
     def pipelines_ms(self) -> Floats:
         """[n]: the longest pipeline of every step, replayed."""
-        return self._longest(slice(None), np.ones_like(self.content)[None], self.as_is)
+        return self._longest(slice(None), np.ones_like(self.content)[None], Change(self.replay))
 
-    def gain(self, content: Floats, change: Change) -> Floats:
-        """Returns [n]: how many milliseconds shorter every step is with other contents [s, c, k] and a change."""
-        took = self._longest(slice(None), (content / _positive(self.content, content))[None], change)
-        return self.pipelines_ms - took
-
-    def gain_drawn(self, content: Floats, change: Change) -> Floats:
-        """Returns [any number of times each draw]: how many milliseconds shorter the step of each draw is, if its
-        passes, which are measured and no estimate, change as the contents of that draw do."""
-        rows, drawn = np.resize(self.rows, len(content)), np.resize(self.drawn, (len(content), *self.drawn.shape[1:]))
-        took = self._longest(rows, content / _positive(drawn, content), change)
+    def gain(self, content: Floats, change: Change, rows: _Rows = slice(None), before: Floats | None = None) -> Floats:
+        """Returns [n]: how many milliseconds shorter steps are with other contents [s, c, k] and a change. ``rows``: of
+        these steps, whose contents [row, s, c, k] change from what they were ``before``."""
+        took = self._longest(rows, self._ratio(content, before), change)
         return self.pipelines_ms[rows] - took
 
     @cached_property
@@ -175,6 +159,14 @@ class Baseline:
         entry, link = (np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link))
         return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link)
 
+    def _ratio(self, content: Floats, before: Floats | None = None) -> Floats:
+        """Returns the factor of contents, [n, s, c, k]. If the numbers of chunks differ, it is relative to the average
+        chunk of a stage."""
+        content, before = (content[None], self.content[None]) if before is None else (content, before)
+        if before.shape[-2] != content.shape[-2]:
+            before = before.mean(axis=-2, keepdims=True)
+        return content / np.maximum(before, 1e-9)
+
     def _longest(self, rows: _Rows, ratio: Floats, change: Change) -> Floats:
         times, entry, link = self._times(rows, ratio, change)
         longest: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
@@ -186,7 +178,7 @@ class Baseline:
         passes, exchange, beside = self.passes[rows], self.exchange[rows], self.beside[rows]
         before, after = passes.shape[3], change.replay.shape[1]
         if after != before:
-            # `ratio` is relative to the average chunk of a stage. Each pass has an exchange; the rest stays as long.
+            # Each pass has an exchange; the rest stays as long.
             passes, exchange, beside = (values.mean(axis=3, keepdims=True) for values in (passes, exchange, beside))
             beside *= before / after
         times = passes * ratio[:, None, ..., None] + exchange + beside
@@ -198,22 +190,15 @@ class Baseline:
     def stages_ms(self, content: Floats, change: Change) -> Floats:
         """Returns [s]: milliseconds of all passes of a stage in the average step, with other contents [s, c, k] and a
         change."""
-        times, _, _ = self._times(slice(None), (content / _positive(self.content, content))[None], change)
+        times, _, _ = self._times(slice(None), self._ratio(content), change)
         whole: Floats = times.sum(axis=(3, 4, 5)).mean(axis=(0, 1))
         return whole
-
-    def idle_ms(self, content: Floats, change: Change) -> Floats:
-        """Returns how long each stage runs no pass in the average step, until the longest pipeline ends, with other
-        contents [s, c, k] and a change, [s]. This is never negative, because a pipeline takes as long as any of its
-        stages."""
-        idle: Floats = (self.pipelines_ms - self.gain(content, change)).mean() - self.stages_ms(content, change)
-        return idle
 
     def simulated(self, content: Floats, change: Change) -> Simulation:
         """Returns the longest pipeline of the step whose replay is nearest to the average one, with other contents
         [s, c, k]."""
         row = np.array([np.abs(self.pipelines_ms - self.pipelines_ms.mean()).argmin()])
-        times, entry, link = self._times(row, (content / _positive(self.content, content))[None], change)
+        times, entry, link = self._times(row, self._ratio(content), change)
         longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
         return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
 
@@ -228,11 +213,12 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         view, beside = replace(view, passes=passes, replay=replay or view.replay), np.zeros_like(passes)
         exchange = beside
     shorter = run.view.step_ms - view.step_ms
+    length = run.table.length - shorter
     chosen = np.sort(np.argsort(-view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
     # The factor of work [draw, s] that a stage might have had with other microbatches by chance.
     own_work, random = np.moveaxis(run.view.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
-    steps = drawn_steps(len(own_work), random)
+    steps = random.integers(0, len(own_work), (DRAWS, len(own_work)))
     microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
     luck = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
 
@@ -246,20 +232,12 @@ def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None 
         beside=of_chosen(beside - exchange),
         entry=of_chosen(view.entry),
         link=of_chosen(view.link),
-        length=run.table.length - shorter,
-        replayed_ms=run.replayed_ms - float(shorter.mean()),
+        length=length,
+        missed=abs((run.replayed_ms - float(shorter.mean())) / float(length.mean()) - 1.0),
         content=view.now[0],
         drawn=run.draws.content.whole * luck[..., None, None],
         rows=run.rows,
     )
-
-
-def _positive(before: Floats, after: Floats) -> Floats:
-    """Returns contents to divide by, with the axes of ``after``. If the numbers of chunks differ, they are those of the
-    average chunk."""
-    if before.shape[-2] != after.shape[-2]:
-        before = before.mean(axis=-2, keepdims=True)
-    return np.maximum(before, 1e-9)
 
 
 def resliced(times: Floats, count: int, larger: float) -> Floats:
@@ -294,11 +272,14 @@ def priced(
     [s, c, k] are given as estimated (``content``), in every draw of steps and microbatches (``sure``), and in draws
     that also vary what the data leave open (``free``). ``unsure``: any further uncertainty besides `policy.RERUN`, as a
     fraction of the step."""
-    change = change or run.as_is
+    change = change or Change(run.replay)
     gains = run.gain(content, change)
     of_same_step = gains[run.rows]
+    # Passes are measured and no estimate. They change as the contents of the same draw do.
     both = np.concatenate((free, sure))
-    drawn, surely = np.split(run.gain_drawn(both, change) - np.resize(of_same_step, len(both)), [len(free)])
+    rows, before = np.resize(run.rows, len(both)), np.resize(run.drawn, (len(both), *run.drawn.shape[1:]))
+    of_draws = run.gain(both, change, rows, before) - np.resize(of_same_step, len(both))
+    drawn, surely = np.split(of_draws, [len(free)])
     if change.tokens != 1.0 and change.p2p_ms is None:
         # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
         in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
@@ -330,21 +311,9 @@ def gained(
     lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms / LEVEL
     gain = Interval.of(mean, math.hypot(of_steps, lasting, REPLAYED * mean), free)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
-    more = _more(len(gains), gain, noise, LEAST * measured_ms)
+    more, over = 0, mean - LEAST * measured_ms
+    if over > 0.0 and gain.low <= LEAST * measured_ms:
+        # More steps make `noise` smaller, but not the rest of the interval.
+        room = over**2 - max((mean - gain.low) ** 2 - noise**2, 0.0)
+        more = more_steps(len(gains), noise, math.sqrt(max(room, 0.0)))
     return Prediction.of(kind, measured_ms, Interval.of(measured_ms) + gain * -1.0, more), mean + free
-
-
-def _more(n: int, gain: Interval, noise: float, least: float) -> int:
-    """Returns how many more steps would show whether the gain is at least ``least``. More steps make ``noise`` smaller,
-    but not the rest of the interval."""
-    if gain.low > least or gain.value <= least:
-        return 0
-    lasting = max((gain.value - gain.low) ** 2 - noise**2, 0.0)
-    return more_steps(n, noise, math.sqrt(max((gain.value - least) ** 2 - lasting, 0.0)))
-
-
-def ahead(one: Floats, other: Floats) -> Interval:
-    """Returns by how many milliseconds one change gains more than another one, from the draws of both [draw]."""
-    gained_more = one - other
-    middle = float(np.median(gained_more))
-    return Interval.of(middle, draws=gained_more - middle)

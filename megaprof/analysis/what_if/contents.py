@@ -1,15 +1,22 @@
-"""Finds the cost of each layer from the times of chunks: an estimate, and draws of everything that the data leave open.
+"""Finds the cost of each layer, in time and in memory, from what chunks take.
 
-The time of a chunk is the cost of its layers, and of the embedding, MTP layers or loss that it holds, times a factor:
-how much slower its ranks are than others. Chunks are divided as for causes (`diagnosis.model.divided`). Kinds of layers
-that the chunks cannot separate differ by up to a factor of two.
+Of the time there is an estimate, and draws of everything that the data leave open. The time of a chunk is the cost of
+its layers, and of the embedding, MTP layers or loss that it holds, times a factor: how much slower its ranks are than
+others. Chunks are divided as for causes (`diagnosis.model.divided`). Kinds of layers that the chunks cannot separate
+differ by up to a factor of two.
+
+A stage in another layout needs its measured peak of memory plus or minus that of the layers that it gets or loses: the
+parameters, gradients and optimizer states of a layer, and its activations for each microbatch in flight. Both numbers
+are from the stage on which they are smallest, because the others hold more than layers. Unless every stage was
+measured, nothing is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +24,17 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.model import divided, outside_layers
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
 from megaprof.analysis.table.table import EMBEDDING, LOSS, MTP, Floats
+from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.layout_search import Unit
-from megaprof.analysis.what_if.layouts import Layout
+from megaprof.analysis.what_if.layouts import Layout, layers_per_stage, to_flags
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
 #: Kinds of layers of models that are not hybrids.
 _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
+Indices: TypeAlias = npt.NDArray[np.intp]
 Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 
 
@@ -39,28 +49,28 @@ class Held:
     measured: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
-    def outside(self) -> Floats | None:
-        """[stage, chunk, k]: what passes take outside of their layers; None unless ranges measured it of both ends."""
-        return outside_layers(self.measured, self.stages, len(self.pieces) // self.stages)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """All parts that have a cost of their own."""
         flat = "".join(self.pieces)
         return (*dict.fromkeys(self.kinds), *(_LETTERS[letter] for letter in "EmL" if letter in flat))
 
-    @property
-    def hybrid(self) -> bool:
-        """True for a hybrid model. Its layout is written in another way than those of other models."""
-        return not set(self.kinds) <= _LAYERS
+    def flags(self, pieces: Layout) -> tuple[str, ...]:
+        """Returns Megatron's flags for other ``pieces``; none if no option of Megatron describes them.
 
-    def pattern(self, pieces: Layout) -> str | None:
-        """Returns other ``pieces`` as hybrid models write them (``hybrid_layer_pattern``, megatron-core 0.17 and
-        later); None if the letter of a layer is not known, as for MTP layers."""
-        if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
-            return None
-        letters = iter(_HYBRID[kind] for kind in self.kinds)
-        return "|".join("".join(next(letters) for letter in piece if letter == "t") for piece in pieces)
+        Megatron's even split needs no flag for its layers. One is given all the same, to replace one that the run has
+        now. A hybrid model has its layout in its pattern (``hybrid_layer_pattern``, megatron-core 0.17 and later), and
+        Megatron refuses other flags next to that. No pattern has MTP layers, or layers whose letter is not known.
+        """
+        if not set(self.kinds) <= _LAYERS:
+            if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
+                return ()
+            letters = iter(_HYBRID[kind] for kind in self.kinds)
+            pattern = "|".join("".join(next(letters) for letter in piece if letter == "t") for piece in pieces)
+            return "--hybrid-layer-pattern", pattern
+        flags = to_flags(pieces, self.stages)
+        if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
+            return flags
+        return "--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, self.stages)[0]), *flags
 
     def counts(self, pieces: Layout | None = None) -> npt.NDArray[np.float64]:
         """Returns [stage, chunk, name]: how many of each part a chunk holds, in this layout or in other ``pieces``."""
@@ -171,13 +181,14 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
     sizes[..., : len(set(held.kinds))] = _ratios(content, held, random)
     if MTP in names:
         sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(KINDS_DIFFER, random, leading)
-    found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), held.outside, random)
+    outside = outside_layers(held.measured, *counts.shape[:2])  # known if ranges measured both ends
+    found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), outside, random)
     parts = sizes[..., None] * found.unit[..., None, :]
     if MTP in held.measured:
         parts[..., names.index(MTP), :] = held.measured[MTP]
     alone = np.einsum("scn,...nk->...sck", counts, parts) + found.fixed[..., None, None, :]
     ends = found.ends
-    if held.outside is None and random is not None:
+    if outside is None and random is not None:
         ends = np.where(found.slow_ends[..., None], 0.0, np.maximum(content - alone, 0.0))
     for name, at in ((EMBEDDING, 0), (LOSS, -1)):
         if name in names:
@@ -217,3 +228,95 @@ def _ratios(content: Floats, held: Held, random: np.random.Generator | None) -> 
     mean = (costs * many).sum(axis=-1, keepdims=True) / many.sum()
     ratios: Floats = costs / np.maximum(mean, 1e-9)
     return ratios
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of the captured run, by stage: the ``layers`` that it holds, including MTP layers, the most layers
+    times microbatches in flight (``held``), the fewest bytes that it had allocated (``least``), the most that any of
+    its ranks had (``most``), and those that it may allocate (``allowed``): its smallest device's, or less."""
+
+    layers: tuple[int, ...]
+    held: tuple[int, ...]
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+    allowed: tuple[int, ...]
+
+    def needed(self, stages: Indices, layers: Indices, schedule: PipelineSchedule) -> Floats:
+        """Returns [n]: the bytes that each of some ``stages`` [n] would allocate at its peak if its chunks held
+        ``layers`` [n, chunk], including MTP layers."""
+        per_layer = min(least / count for least, count in zip(self.least, self.layers, strict=True))
+        more = (layers.sum(axis=1) - np.take(self.layers, stages)) * per_layer
+        activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
+        more = more + (_held(stages, layers, schedule) - np.take(self.held, stages)) * activations
+        needed: Floats = np.maximum(np.rint(np.take(self.most, stages) + more), 0.0)
+        return needed
+
+    def part(self, stages: Indices, layers: Indices, schedule: PipelineSchedule) -> Floats:
+        """Returns [n]: `needed` as a fraction of what each stage may allocate."""
+        part: Floats = self.needed(stages, layers, schedule) / np.take(self.allowed, stages)
+        return part
+
+    def fit(self, pieces: Layout, schedule: PipelineSchedule) -> tuple[bool, tuple[int, ...]]:
+        """Returns whether a layout fits, and the bytes that each stage would allocate at its peak."""
+        needed = self.needed(np.arange(schedule.stages), _layers(pieces, schedule.stages), schedule)
+        return bool((needed <= self.allowed).all()), tuple(map(int, needed.tolist()))
+
+
+def measured_memory(
+    stages: Sequence[Peak | None], pieces: Layout, held: Sequence[int], limit: int | None = None
+) -> Memory | None:
+    """Returns the memory of a run with these ``pieces``; None if some stage was not measured, or has no layer or
+    activation to scale by. ``held``: the most layers times microbatches that each stage has in flight; ``limit``: bytes
+    that a stage may allocate, if that is less than its device has."""
+    layers, at_peak = _layers(pieces, len(held)).sum(axis=1).tolist(), [peak for peak in stages if peak is not None]
+    allowed = [[bytes for bytes in (peak.capacity, limit) if bytes is not None] for peak in at_peak]
+    if len(at_peak) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
+        return None
+    least, most = tuple(peak.least for peak in at_peak), tuple(peak.most for peak in at_peak)
+    return Memory(tuple(layers), tuple(held), least, most, tuple(map(min, allowed)))
+
+
+def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
+    """Returns, by stage, the most activations that it holds at once, in layers times microbatches. For each microbatch
+    that a chunk has run forward and not yet backward, the layers of the chunk count, including MTP layers. All are zero
+    in a forward-only pass."""
+    stages = schedule.stages
+    most: list[int] = _held(np.arange(stages), _layers(pieces, stages), schedule).tolist()
+    return most
+
+
+def _layers(pieces: Layout, stages: int) -> Indices:
+    """Returns [stage, chunk]: how many layers each holds, including MTP layers."""
+    return np.array([piece.count("t") + piece.count("m") for piece in pieces]).reshape(-1, stages).T
+
+
+def _held(stages: Indices, layers: Indices, schedule: PipelineSchedule) -> Indices:
+    """Returns [n]: the most layers times microbatches in flight on some stages, whose chunks hold ``layers`` [n,
+    chunk]."""
+    if schedule.forward_only:
+        return np.zeros(len(stages), dtype=np.intp)
+    most: Indices = (_in_flight(schedule)[stages] * layers[:, None]).sum(axis=2).max(axis=1)
+    return most
+
+
+@lru_cache(maxsize=16)
+def _in_flight(schedule: PipelineSchedule) -> Indices:
+    """Returns [stage, way, chunk]: the microbatches that each chunk of a stage has run forward and not yet backward,
+    once for each different way in which a backward finds them. A stage with fewer ways than others repeats the
+    first."""
+    stages = []
+    for stage in range(schedule.stages):
+        held, ways, before = [0] * schedule.chunks, dict[tuple[int, ...], None](), "forward"
+        for phase in phase_order(schedule, stage):
+            if phase.kind != "forward" and before == "forward":
+                ways[tuple(held)] = None
+            held[phase.chunk] += 1 if phase.kind == "forward" else -1
+            before = phase.kind
+        found = np.array(list(ways))
+        # One that is between two others on a line needs no more than one of these two, whatever the chunks hold.
+        steps = np.diff(found, axis=0)
+        turns = (steps[1:] != steps[:-1]).any(axis=1)
+        stages.append(found[np.concatenate([[True], turns, [True]])[: len(found)]])
+    longest = max(map(len, stages))
+    return np.array([[*ways, *[ways[0]] * (longest - len(ways))] for ways in stages])

@@ -99,10 +99,6 @@ class _Problem:
         kept = every[self.needs(every).max(axis=1) <= 1.0] if len(every) else every
         return [tuple(counts) for counts in kept.tolist()]
 
-    def quickest_first(self) -> list[_Counts]:
-        """Returns the layouts that were replayed."""
-        return sorted(self.step_ms, key=lambda counts: (self.step_ms[counts], counts))
-
 
 def search(
     units: Sequence[Unit],
@@ -138,8 +134,9 @@ def search(
         problem.replay(problem.fitting([tuple(end - begin for begin, end in pairwise(cut)) for cut in cuts]))
     else:
         problem.replay(_starts(problem))
-        problem.replay([_lowered(problem, problem.quickest_first()[0])])
-        problem.step_ms = {start: problem.step_ms[start] for start in problem.fitting(problem.quickest_first())}
+        problem.replay([_lowered(problem, min(problem.step_ms, key=lambda counts: (problem.step_ms[counts], counts)))])
+        quickest_first = sorted(problem.step_ms, key=lambda counts: (problem.step_ms[counts], counts))
+        problem.step_ms = {start: problem.step_ms[start] for start in problem.fitting(quickest_first)}
         for start in [*problem.step_ms][:3]:
             _improve(problem, start, top)
     return _best(problem, top)

@@ -15,7 +15,7 @@ slime, which has Megatron-LM's parser, take the flags.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, groupby
 
 Layout = tuple[str, ...]
@@ -23,7 +23,7 @@ Layout = tuple[str, ...]
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 _REPEAT = re.compile(r"(.)\*(\d+)")
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 _LAYOUT = "--pipeline-model-parallel-layout"
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 #: The fields of Megatron-Core's configuration for Megatron-LM's flags; Megatron-Bridge's models have the same fields.
@@ -62,8 +62,8 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
     for pattern in (_GROUP, _REPEAT):
         # A layout comes from a command line or a file: it must not be able to fill the memory.
         size = sum(len(match[1]) * int(match[2][:9]) for match in pattern.finditer(expanded))
-        if size > _MOST_LAYERS or any(len(match[2]) > 9 for match in pattern.finditer(expanded)):
-            raise ValueError(f"layout {_short(text)} expands to more than {_MOST_LAYERS} layers")
+        if size > MOST_LAYERS or any(len(match[2]) > 9 for match in pattern.finditer(expanded)):
+            raise ValueError(f"layout {_short(text)} expands to more than {MOST_LAYERS} layers")
         expanded = pattern.sub(lambda match: match[1] * int(match[2]), expanded)
     pieces = tuple(expanded.split("|"))
     for piece in pieces:
@@ -205,7 +205,11 @@ def _short(text: str) -> str:
 def options_of(framework: str | None, role: str | None, flags: Sequence[str], stages: int) -> tuple[str, ...] | None:
     """Returns Megatron-LM's ``flags`` for a pipeline of ``stages`` as ``framework`` takes them for the models of
     ``role``; None if it takes the flags themselves, is not known, or has no option for one of them."""
-    given = list(_pairs(flags))
+    given = []
+    for number, word in enumerate(flags):
+        if word.startswith("--"):  # a flag without a value is true
+            following = flags[number + 1 : number + 2]
+            given.append((word, following[0] if following and not following[0].startswith("--") else "True"))
     if framework is None or not given or not {flag for flag, _ in given} <= _FIELDS.keys():
         return None
     # Megatron-LM counts the chunks of a layout itself, and refuses the option beside it. verl does not count them.
@@ -239,14 +243,6 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
             for name, value in fields
         )
     return None
-
-
-def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields each flag with its value, ``True`` for one that takes none."""
-    for place, word in enumerate(flags):
-        if word.startswith("--"):
-            following = flags[place + 1 : place + 2]
-            yield word, following[0] if following and not following[0].startswith("--") else "True"
 
 
 def _quoted(value: str) -> str:

@@ -87,21 +87,12 @@ def sequences_of(run: Examined) -> Sequences | None:
     return Sequences(run, fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
-@dataclass(frozen=True)
-class Laid:
-    """A run with its sequences packed in another way: the prediction of its step, the milliseconds of every pass
-    [t, d, s, c, k, m], its schedule, and the sequences of each step."""
-
-    prediction: Prediction
-    passes: Floats
-    replay: Replay
-    steps: tuple[Step, ...]
-
-
-def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> Laid | None:
-    """Returns the run with one of `PLANS`, in this number of microbatches. None if some microbatch would have more
-    tokens than any captured one, or if Megatron refuses the number. `FEWER` without a number takes the fewest."""
-    captured = sequences.run.table.schedule.microbatches
+def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> list[Step] | None:
+    """Returns the sequences of each step, packed by one of `PLANS` into this number of microbatches. None if some
+    microbatch would have more tokens than any captured one, or if Megatron refuses the number. `FEWER` without a number
+    takes the fewest."""
+    replay = sequences.run.view.replay
+    captured = replay.schedule.microbatches
     if name == FEWER and microbatches is None:
         least = max(math.ceil(sum(map(sum, replica)) / sequences.most) for step in sequences.steps for replica in step)
         fewer = (plan(sequences, name, count) for count in range(max(least, 1), captured))
@@ -109,23 +100,32 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> La
     count = microbatches or captured
     steps = [_PLANS[name](sequences, step, count) for step in sequences.steps]
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
-    if len(laid) < len(steps):
-        return None
     try:
-        took = repacked(sequences, laid)
+        rescheduled(replay, replay.schedule.chunks, count)
     except ValueError:
         return None
-    named = replace(took.prediction, packing=name, microbatches=None if count == captured else count)
-    return replace(took, prediction=named)
+    return laid if len(laid) == len(steps) else None
 
 
-def repacked(sequences: Sequences, steps: Sequence[Step]) -> Laid:
-    """Returns the run with the sequences of each step packed as in ``steps``, which all have equally many microbatches.
+def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Floats, Replay]:
+    """Predicts the run with the sequences of each step packed as in ``steps`` (by the plan with this ``name``), which
+    all have equally many microbatches. Returns the milliseconds of every pass [t, d, s, c, k, m] and the schedule, too.
     Raises ValueError if Megatron refuses that number."""
-    captured = sequences.run.view.replay
-    replay = rescheduled(captured, captured.schedule.chunks, len(steps[0][0]))
-    prediction, passes = _predicted(sequences, "packing", _work(sequences, steps), replay)
-    return Laid(prediction, passes, replay, tuple(steps))
+    captured, count = sequences.run.view.replay, len(steps[0][0])
+    replay = rescheduled(captured, captured.schedule.chunks, count)
+    work = [
+        [
+            [
+                (sum(microbatch) * sequences.padding, len(microbatch), sum(length * length for length in microbatch))
+                for microbatch in replica
+            ]
+            for replica in step
+        ]
+        for step in steps
+    ]
+    prediction, passes = _predicted(sequences, "packing", np.array(work, dtype=float), replay)
+    changed = None if count == captured.schedule.microbatches else count
+    return replace(prediction, packing=name, microbatches=changed), passes, replay
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -138,8 +138,8 @@ def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
 def plans(sequences: Sequences) -> list[Prediction]:
     """Returns every plan that is possible, the quickest first, followed by the bound that no packing can beat."""
     several = sequences.work.shape[1] > 1
-    possible = [plan(sequences, name) for name in PLANS if several or name != POOLED]
-    predictions = [laid.prediction for laid in possible if laid is not None]
+    possible = {name: plan(sequences, name) for name in PLANS if several or name != POOLED}
+    predictions = [repacked(sequences, steps, name)[0] for name, steps in possible.items() if steps is not None]
     # The bound: all microbatches of a step take equally long.
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
     even, _ = _predicted(sequences, "even_packing", mean, sequences.run.view.replay)
@@ -175,21 +175,6 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(float(gains.mean()))
     prediction, _ = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
     return prediction, passes(costs[0], every)
-
-
-def _work(sequences: Sequences, steps: Sequence[Step]) -> Floats:
-    """Returns the work [t, d, m, 3] of packed sequences: tokens, sequences and squares."""
-    rows = [
-        [
-            [
-                (sum(microbatch) * sequences.padding, len(microbatch), sum(length * length for length in microbatch))
-                for microbatch in replica
-            ]
-            for replica in step
-        ]
-        for step in steps
-    ]
-    return np.array(rows, dtype=float)
 
 
 def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], most: int) -> list[Microbatch] | None:
@@ -231,16 +216,12 @@ def _pooled(sequences: Sequences, step: Step, count: int) -> Step | None:
     replicas: Step = [[] for _ in step]
     for microbatch in _longest_first(sequences, laid):
         free = [replica for replica in replicas if len(replica) < count]
-        min(free, key=lambda replica: sum(_takes(sequences, dealt) for dealt in replica)).append(microbatch)
+        min(free, key=lambda replica: sum(sequences.cost(n) for dealt in replica for n in dealt)).append(microbatch)
     return replicas
 
 
-def _takes(sequences: Sequences, microbatch: Microbatch) -> float:
-    return sum(map(sequences.cost, microbatch))
-
-
 def _longest_first(sequences: Sequences, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    return sorted(microbatches, key=lambda microbatch: _takes(sequences, microbatch), reverse=True)
+    return sorted(microbatches, key=lambda microbatch: sum(map(sequences.cost, microbatch)), reverse=True)
 
 
 def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Sequences, Step, int], Step | None]:

@@ -13,31 +13,30 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Diagnosis, slow_ranks
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.policy import CERTAIN, LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
-from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, ahead, baseline, priced
-from megaprof.analysis.what_if.contents import CostFit, Held, fitted
+from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, baseline, priced
+from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
+    MOST_LAYERS,
     Layout,
     check_layout,
     format_layout,
     options_of,
     parse_layout,
 )
-from megaprof.analysis.what_if.memory import Whole, in_flight_layers, peaks
-from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import plans, sequences_of
 from megaprof.formats.metadata import ModelChunk
 
-_MOST_LAYERS, _MOST_LAYOUTS = 10_000, 3
+_MOST_LAYOUTS = 3
 #: How many layouts are priced: those with the shortest undisturbed step.
 _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
@@ -106,6 +105,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     table = run.table
     errors = (run.view.step_ms - table.length) / table.length
     steps, held = baseline(run), _held(table)
+    peaks = [peak.most for peak in table.memory if peak is not None]
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
         replay_ms=run.replayed_ms,
@@ -114,7 +114,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         outside_ms=float(table.reduction.mean()),
         rendezvous=run.view.replay.rendezvous and run.view.replay.schedule.stages > 1,
         p2p_ms=steps.p2p_ms,
-        allocated=peaks(table.memory),
+        allocated=tuple(peaks) if len(peaks) == len(table.memory) else None,
     )
     lengths = diagnosis.lengths
     differ = None if lengths is None else max(lengths.squares, lengths.tokens_ratio) > 1.0 + LEAST
@@ -125,8 +125,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         return replace(replayed, warnings=(_ONE_STAGE,)), None
     warnings = [] if table.clocks else [Note("no_exchange_time")]
     warnings += [Note("replay_off", factor=run.missed)] if run.missed > LEAST else []
-    slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
-    if slow:
+    if slow := slow_ranks(diagnosis.causes):
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
     others = [balanced(steps), *microbatch_counts(steps)]
     if isinstance(held, Note):
@@ -135,8 +134,14 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     changeable = Changeable(steps, held, memory, sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
-    slow_ranks = [term for term in run.terms if term.kind == "slow_rank"]
-    compared = _beside_slow_ranks(changeable, run.mended(*slow_ranks)) if slow_ranks else layouts(changeable)
+    slow_terms = [term for term in run.terms if term.kind == "slow_rank"]
+    compared = layouts(replace(changeable, baseline=baseline(run.mended(*slow_terms))) if slow_terms else changeable)
+    if slow_terms:
+        # A slow rank is not answered by a layout: only those are predicted that gain if every rank is as quick as its
+        # peers, and with slow ranks as slow as they are.
+        gaining = [each.layout or "" for each, _ in compared if each.speedup.value > 1.0 + LEAST]
+        settings = [replace(changeable.captured, pieces=parse_layout(each, changeable.stages)) for each in gaining]
+        compared = [predicted(changeable, "layout", setting) for setting in settings]
     costs = fitted(changeable.costs)
     told = "kinds_alike" not in costs.assumptions  # times alone do not tell a quick kind of layers from a quick stage
     best = _best(compared, changeable.in_flight) if told else None
@@ -145,7 +150,9 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     alike = [
         prediction.layout or ""
         for prediction, gains in compared
-        if best and prediction.fits is not False and ahead(gains, best[1]).high > LEAST * run.step_ms
+        if best
+        and prediction.fits is not False
+        and np.quantile(gains - best[1], (1.0 + CERTAIN) / 2.0) > LEAST * run.step_ms
     ]
     quicker = [one for one, _ in compared if one.speedup.value > 1.0 or (one.fits and not fits)]
     first = compared[0][0] if compared else None
@@ -160,22 +167,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         if advised
         else None,
         quickest=first,
-        advice="slow_ranks" if slow_ranks and first is None else _advice(first, advised, more),
+        advice="slow_ranks" if slow_terms and first is None else _advice(first, advised, more),
         in_flight=tuple(changeable.in_flight),
         allowed=None if memory is None else memory.allowed,
         alike=tuple(alike),
         more_steps=more,
     )
     return predictions, changeable
-
-
-def _beside_slow_ranks(changeable: Changeable, healthy: Examined) -> list[_Priced]:
-    """Returns the layouts that gain if every rank is as quick as its peers, as in the ``healthy`` run, predicted with
-    slow ranks as slow as they are: a slow rank is not answered by a layout."""
-    found = layouts(replace(changeable, baseline=baseline(healthy)))
-    gaining = [each.layout or "" for each, _ in found if each.speedup.value > 1.0 + LEAST]
-    settings = [replace(changeable.captured, pieces=parse_layout(each, changeable.stages)) for each in gaining]
-    return [predicted(changeable, "layout", setting) for setting in settings]
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -202,7 +200,7 @@ def _held(table: Table) -> Held | Note:
             holds = ModelChunk() if metadata is None else metadata.chunks[chunk]
             if holds.layers is None or holds.embedding is None or holds.loss is None:
                 return Note("no_layout", stages=(stage,), said="the traces do not say what it holds")
-            if holds.layers > _MOST_LAYERS or (holds.mtp or 0) > _MOST_LAYERS:
+            if max(holds.layers, holds.mtp or 0) > MOST_LAYERS:
                 return Note("no_layout", stages=(stage,), said=f"the traces say that it holds {holds.layers} layers")
             if any(listed is not None and len(listed) != holds.layers for listed in (holds.kinds, holds.layer_numbers)):
                 return Note("no_layout", stages=(stage,), said="the traces contradict themselves about its layers")
@@ -258,7 +256,7 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
     same = schedule.chunks == run.baseline.replay.schedule.chunks  # then one may be the captured layout
     factor = run.costs.factor if same else run.costs.of_stage[:, None]
 
-    def needs(stages: Whole, layers: Whole) -> Floats:
+    def needs(stages: Indices, layers: Indices) -> Floats:
         return np.where(layers.any(axis=1), np.zeros(len(stages)), np.inf)  # no stage may be without layers
 
     searched = partial(
@@ -291,11 +289,10 @@ def chunk_counts(run: Changeable) -> Iterator[Prediction]:
 def balanced(run: Baseline) -> Prediction:
     """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
 
-    def even(content: Floats) -> Floats:
-        return np.broadcast_to(content.mean(axis=(-3, -2), keepdims=True), content.shape)
-
-    drawn = even(run.drawn)
-    return priced(run, "balanced", even(run.content), drawn, drawn)[0]
+    content, drawn = (
+        np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape) for each in (run.content, run.drawn)
+    )
+    return priced(run, "balanced", content, drawn, drawn)[0]
 
 
 def microbatch_counts(run: Baseline) -> Iterator[Prediction]:

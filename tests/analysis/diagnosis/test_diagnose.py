@@ -12,9 +12,8 @@ from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import averages
-from megaprof.analysis.diagnosis.state import receivers
 from megaprof.analysis.diagnosis.terms import terms
-from megaprof.analysis.diagnosis.view import EXCHANGE
+from megaprof.analysis.diagnosis.view import EXCHANGE, receivers
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.table.iterations import Iterations, PartOfIteration
 from megaprof.analysis.table.table import WAIT, Table, Unfit

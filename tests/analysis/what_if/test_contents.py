@@ -78,11 +78,11 @@ def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> N
 def test_a_hybrid_model_has_its_layout_in_its_pattern() -> None:
     kinds = ("MambaLayer", "mlp", "MambaLayer", "attention", "MambaLayer", "moe")
     held = Held(("Etttt", "ttL"), kinds, 2)
-    assert held.hybrid
-    assert held.pattern(("Ettt", "tttL")) == "M-M|*ME"
-    assert held.pattern(("Ettt", "tttmL")) is None
-    assert Held(("Ettt", "tttL"), (*kinds[:5], "GatedDeltaNetLayer"), 2).pattern(("Ettt", "tttL")) is None
-    assert not Held(("Ettt", "tttL"), ("dense",) * 3 + ("moe",) * 3, 2).hybrid
+    assert held.flags(("Ettt", "tttL")) == ("--hybrid-layer-pattern", "M-M|*ME")
+    assert held.flags(("Ettt", "tttmL")) == ()
+    assert Held(("Ettt", "tttL"), (*kinds[:5], "GatedDeltaNetLayer"), 2).flags(("Ettt", "tttL")) == ()
+    mixed = Held(("Ettt", "tttL"), ("dense",) * 3 + ("moe",) * 3, 2)
+    assert mixed.flags(("Ett", "ttttL")) == ("--decoder-first-pipeline-num-layers", "2")
 
 
 def test_a_slow_stage_is_slow_for_every_layer_that_it_is_given() -> None:

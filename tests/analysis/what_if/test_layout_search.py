@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.simulation import simulate
 from megaprof.analysis.what_if import layout_search
-from megaprof.analysis.what_if.contents import Cost
+from megaprof.analysis.what_if.contents import Cost, Memory, in_flight_layers
 from megaprof.analysis.what_if.layouts import (
     check_layout,
     default_layout,
@@ -19,7 +19,6 @@ from megaprof.analysis.what_if.layouts import (
     parse_layout,
     to_flags,
 )
-from megaprof.analysis.what_if.memory import Memory, in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.what_if.oracle import CostModel, lower_bound_ms, replay_layout, searched
 

@@ -21,10 +21,8 @@ from megaprof.analysis.report.text.what_if import assumptions, worth_showing
 from megaprof.analysis.simulation import simulate
 from megaprof.analysis.table.tabulate import schedule_of
 from megaprof.analysis.trace.gpu import Peak
-from megaprof.analysis.what_if.contents import Cost
+from megaprof.analysis.what_if.contents import Cost, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.memory import in_flight_layers
-from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
