@@ -357,14 +357,14 @@ def test_a_fault_is_the_line_that_the_command_prints(
     assert requests(job) == []
 
 
-def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a secret")
 
     monkeypatch.setattr("megaprof.agents.server.report_on", broken)
 
     async def conversation(client: Client) -> CallToolResult:
-        return await client.call_tool("report", {"dir": "."})
+        return await client.call_tool("report", {"dir": str(tmp_path)})
 
     result = ask(conversation)
     assert (result.is_error, text(result)) == (True, "Error executing tool report")

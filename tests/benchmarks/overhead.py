@@ -25,7 +25,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import install
 from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import always, ranged
+from megaprof.hooks.dispatch import ranged
 from megaprof.recorders.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -93,7 +93,7 @@ def _unit_costs() -> dict[str, float]:
 
     def nothing() -> None: ...
 
-    hooked = ranged(nothing, Dispatcher(), always(codes.FINALIZE))
+    hooked = ranged(nothing, Dispatcher(), codes.FINALIZE)
 
     def one_range() -> None:
         with Range("megaprof/forward mb=0 chunk=0"):
