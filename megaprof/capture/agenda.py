@@ -177,6 +177,7 @@ class Agenda:
             opens.append((wanted, demand))
         for wish, step in zip(wishes, steps, strict=True):
             if self._planned and wish.wants(step, graph=graph):
+                wish.wanted.pop(step.number, None)  # the last one stands last
                 wish.wanted[step.number] = None
                 opens.append((step, None))
             wish.runs(step.number, graph=graph)

@@ -33,6 +33,12 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
     "without numbers, calls are counted": (NOT_NUMBERED, (ACTOR,), {"steps": "2"}, ["train_actor 2"]),
     "a step that runs again is captured once": (train(1, 1, 2, 1), (ACTOR,), {"steps": "1"}, ["train_actor 1"]),
     "of mini-batches of one number, the first": (train(4, 4, 4), (ACTOR,), {"steps": "4"}, ["train_actor 4"]),
+    "also where the host went back to an earlier step": (
+        train(1, 2, 1, 1),
+        (ACTOR,),
+        {"steps": "1,2"},
+        ["train_actor 1", "train_actor 2", "train_actor 1"],
+    ),
     "warm-up calls are none": (
         NOT_NUMBERED,
         (ACTOR,),
