@@ -177,7 +177,7 @@ def _standstill(
     """Returns the standstill; None if no rank is in a step."""
     places = [status.place for status in statuses.values() if status.place is not None]
     if not places:
-        steps = [step for status in statuses.values() if (step := status.last_step()) is not None]
+        steps = [step for status in statuses.values() if (step := status.last_step) is not None]
         inside = None if any(status.whereabouts_unknown for status in statuses.values()) else False
         if not steps or not (blame.still or (inside is None and outcome == "unfinished")):
             return None
@@ -300,7 +300,7 @@ def _waited_for(culprit: WaitedFor, status: RankStatus) -> str:
 def _place(status: RankStatus) -> str:
     place = status.place
     if status.whereabouts_unknown:
-        return f"in step {status.last_step()} or after it"
+        return f"in step {status.last_step} or after it"
     if place is None:
         return f"outside of the schedule ({status.part or 'optimizer, data, checkpoint, ...'})"
     whose = "" if place.role is None else f" of {place.role}"

@@ -173,7 +173,7 @@ def answer(view: View) -> StatusAnswer:
         waits=dict(view.waits),
         host_bound=view.host_bound,
         status=tuple(
-            RankNow(**msgspec.structs.asdict(status), step=status.last_step(), still_s=round(status.stuck(now), 3))
+            RankNow(**msgspec.structs.asdict(status), step=status.last_step, still_s=round(status.stuck(now), 3))
             for _, status in sorted(statuses.items())
         ),
     )
@@ -255,10 +255,10 @@ def _show_table(view: View) -> None:
     if by_rank := view.job.run.world <= _LINES:
         for rank, status in sorted(view.statuses.items()):
             times = number(status.step_ms), number(status.compute_ms)
-            rows.append(row(rank, status.coords["pp"], status.last_step(), *times, _where([status], view.now)))
+            rows.append(row(rank, status.coords["pp"], status.last_step, *times, _where([status], view.now)))
     for stage in () if by_rank else view.summary.stages:
         members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]
-        steps = [step for status in members if (step := status.last_step()) is not None]
+        steps = [step for status in members if (step := status.last_step) is not None]
         shown = f"{min(steps)}-{max(steps)}" if len({*steps}) > 1 else next(iter(steps), None)
         times = number(stage.step_ms), number(stage.compute_ms)
         rows.append(row(stage.pp, stage.ranks, shown, *times, _where(members, view.now)))

@@ -332,7 +332,8 @@ class Listener:
         finished = {} if timeline is None else timeline.calls()
         calls = []
         for key in dict.fromkeys((*begun, *finished)):
-            step, count = finished.get(key, (None, None))
+            wish = session.agenda.wishes.get(key)
+            step, count = finished.get(key, (None if wish is None else wish.last, None))
             calls.append(Calls(*key, begun.get(key), self._seconds(key), step, count))
         return RankStatus(
             run=None if self._run is None else self._run.run,

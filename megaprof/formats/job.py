@@ -216,16 +216,9 @@ class Calls(msgspec.Struct, frozen=True):
     seconds: Seconds | None = None
     """Recent seconds from the start of one call to the start of the next; None before the second call."""
     step: Count | None = None
-    """The number of the last finished step; None without a timeline."""
+    """The number of the last finished step; without a timeline, of the last one that has begun. None before that."""
     count: Count | None = None
     """The number of finished calls; None without a timeline."""
-
-    @property
-    def last_step(self) -> int | None:
-        """The last step that has begun; None if that is not known."""
-        if self.step is not None:
-            return self.step
-        return self.begun - 1 if self.begun else None
 
 
 class Recent(msgspec.Struct, frozen=True):
@@ -363,11 +356,12 @@ class RankStatus(Record, frozen=True):
         known = (1e3 * call.seconds for call in self._training_first if call.seconds is not None)
         return next(known, None)
 
+    @property
     def last_step(self) -> int | None:
-        """Returns the step of the call that it is in, or else the last one that it finished, preferably of training."""
+        """The step of the call that it is in, or else the last one that it finished, preferably of training."""
         if self.place is not None:
             return self.place.step
-        return next((step for call in self._training_first if (step := call.last_step) is not None), None)
+        return next((call.step for call in self._training_first if call.step is not None), None)
 
     @property
     def _training_first(self) -> list[Calls]:
@@ -381,8 +375,7 @@ class RankStatus(Record, frozen=True):
 
     def finished(self, target: str, role: str | None) -> int | None:
         """Returns the last step of `target` and `role` that it finished, while it is in no call of them."""
-        last_steps = (call.last_step for call in self.calls if (call.target, call.role) == (target, role))
-        return next(last_steps, None)
+        return next((call.step for call in self.calls if (call.target, call.role) == (target, role)), None)
 
     @property
     def past_first_step(self) -> bool:

@@ -182,7 +182,7 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
     return StageFigures(
         pp=pp,
         ranks=len(members),
-        step=max((step for status in members if (step := status.last_step()) is not None), default=None),
+        step=max((step for status in members if (step := status.last_step) is not None), default=None),
         step_ms=_median(status.step_ms for status in members),
         compute_ms=compute,
         gradients_ms=_median(status.recent.finalize_ms for status in stage.usual if status.recent is not None),

@@ -144,8 +144,8 @@ def test_jobs_that_run_or_ended_or_were_killed_between_two_steps(tmp_path: Path)
 def test_without_a_timeline_no_rank_is_blamed_and_no_place_is_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the number of calls that have begun is known, so the ranks may be in the step or after it."""
-    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": None, "count": None}]
+    """Only the last step that has begun is known, so the ranks may be in the step or after it."""
+    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": 7, "count": None}]
     run = job(pp=2)
     for pid in (run.pid, NOBODY):
         write(tmp_path, replace(run, pid=pid), {0: (None, None), 1: (None, None)}, ago=40, calls=calls)
@@ -164,7 +164,7 @@ def test_without_a_timeline_no_rank_is_blamed_and_no_place_is_claimed(
 
 
 def test_a_job_without_a_timeline_that_was_killed_while_it_ran(tmp_path: Path) -> None:
-    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": None, "count": None}]
+    calls = [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": 7, "count": None}]
     write(tmp_path, replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1, calls=calls)
     found = stand(tmp_path)
     assert found is not None

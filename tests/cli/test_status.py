@@ -45,7 +45,7 @@ class Job:
         places.write(self.paths.run, self.run)
 
     def status(self, rank: int, **other: Any) -> None:
-        calls = {"calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
+        calls = {"calls": [{"target": "train_actor", "begun": 5, "step": 4, "seconds": 0.2}]}
         places.write(self.paths.status(rank), places.status(self.run, self.layout, rank, **calls | other))
 
 
@@ -104,7 +104,7 @@ def test_a_step_takes_as_long_as_on_its_longest_stage_wherever_it_is_shown(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank, step_ms in ((0, 900.0), (1, 1000.0)):
-        calls = [{"target": "train_actor", "begun": 5, "seconds": step_ms / 1e3 + 0.05}]
+        calls = [{"target": "train_actor", "begun": 5, "step": 4, "seconds": step_ms / 1e3 + 0.05}]
         job.status(rank, recent=recent(step_ms, 1.0), calls=calls)
     assert status(job) == 0
     assert "takes 1000 ms, one every 1050 ms" in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_watch_names_a_slow_link_about_which_no_status_tells(
 
 def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
-        job.status(rank, calls=[{"target": "train_actor", "begun": 5, "seconds": 0.2}])
+        job.status(rank, calls=[{"target": "train_actor", "begun": 5, "step": 4, "seconds": 0.2}])
     assert status(job) == 0
     assert "one every 200 ms" in capsys.readouterr().out
     assert main(["watch", str(job.directory), "--once"]) == 0
@@ -210,7 +210,7 @@ def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys
 
 def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
-        job.status(rank, calls=[{"target": "train_actor", "begun": 1}])
+        job.status(rank, calls=[{"target": "train_actor", "begun": 1, "step": 0}])
     assert main(["watch", str(job.directory), "--once"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 ranks, no step has been timed yet"
 
@@ -261,7 +261,7 @@ def test_a_job_that_hangs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_first_step_may_take_minutes(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    for calls in ([], [{"target": "train_actor", "begun": 1}]):
+    for calls in ([], [{"target": "train_actor", "begun": 1, "step": 0}]):
         for rank in (0, 1):
             job.status(rank, since=time.time() - 200, calls=calls)
         code, found = as_json(job, capsys)

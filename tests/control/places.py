@@ -90,7 +90,7 @@ def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float =
         coords=layout.coords(rank),
         layout=layout,
         role=None,
-        agenda=SimpleNamespace(calls={}),
+        agenda=SimpleNamespace(calls={}, wishes={}),
         timeline=None,
         off=None,
         writer=Writer(),

@@ -119,7 +119,7 @@ def read_run(record: dict[str, Any]) -> None:
 def read_status(record: dict[str, Any]) -> None:
     status = through_a_file(record, RankStatus)
     assert through_a_file(plain(status), RankStatus) == status
-    assert status.last_step() is None or status.last_step() >= 0  # type: ignore[operator]
+    assert status.last_step is None or status.last_step >= 0  # type: ignore[operator]
     others = [through_a_file({**STATUS, "rank": rank}, RankStatus) for rank in range(1, 4)]
     if status.rank == 0 and all(status.coords[axis] < getattr(RUN.sizes, axis) for axis in status.coords):
         everyone = {each.rank: each for each in (status, *others)}

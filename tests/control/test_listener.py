@@ -439,7 +439,7 @@ class KnowsEverything(SimpleNamespace):
 @pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
 def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     for number in range(8):
-        job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7)
+        job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7, last=6)
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
     recent = Recent("train_actor", 32, *[123456.789012] * 7, role)
     recorder = job.handle._session.timeline  # its task runs until it is closed
@@ -458,6 +458,17 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
     assert status.position is not None
     assert status.position.role == role
     assert len(status.calls) == 9
+
+
+def test_a_rank_without_a_timeline_says_the_hosts_number_of_its_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with a timeline do, and who waits for whom is a matter of both: the job was resumed at step 10,000."""
+    job.handle._session.agenda.wishes["train_actor", None] = Wish(None, ran=3, first=10_000, last=10_002)
+    monkeypatch.setattr(job.handle._session, "timeline", None)
+    job.listener.look()
+    status = job.status()
+    assert status is not None
+    assert status.last_step == 10_002
+    assert [(calls.begun, calls.count) for calls in status.calls] == [(3, None)]
 
 
 def test_a_window_of_the_jobs_own_is_not_disturbed(

@@ -309,7 +309,7 @@ def status(layout: WorldLayout, rank: int, compute: float) -> RankStatus:
         100.0,
         1.0,
         100.0,
-        (Calls("train_actor", begun=5),),
+        (Calls("train_actor", begun=5, step=4),),
         recent=recent,
     )
 
