@@ -61,7 +61,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 #: The documents of an installed package are in it, those of a checkout beside it.
 _DOCS = _PACKAGE / "docs" if (_PACKAGE / "docs").is_dir() else _PACKAGE.parent / "docs"
 #: Fields that a summary leaves out of every document: tables, and series over the steps of a run.
-_TABLES = "candidates costs events replay_error single stages status"
+_TABLES = "candidates costs replay_error single stages status"
 _SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: An argument of tools only; commands have no such option.
@@ -205,7 +205,7 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
     mcp_server.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(help_of)
     mcp_server.resource(
         "megaprof://schemas/{command}",
-        description="the JSON Schema of megaprof COMMAND --json: report, diff, status, trigger",
+        description="the JSON Schema of megaprof COMMAND --json: report, what-if, diff, status, trigger",
         mime_type="application/json",
     )(schema_of)
     return mcp_server

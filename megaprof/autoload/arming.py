@@ -290,7 +290,7 @@ def watch() -> None:
 
 def _progress() -> int:
     """Returns how far this process came, as the index of a reason in `_REASONS`."""
-    if "megatron.core.pipeline_parallel.schedules" in sys.modules:
+    if _SCHEDULES in sys.modules:
         return 4 if armed.asked_too_early else 3
     if "megatron.core" in sys.modules:
         return 2

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from megaprof.capture.process import process
+from megaprof.capture.roles import annotate, evaluation
 from megaprof.recorders.call import Batch
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Suppressed, from_host, logger
@@ -88,7 +89,7 @@ def over(part: Literal["step", "job"]) -> None:
         if part == "job":
             armed.finish_job()
         elif process.sessions:
-            from megaprof.capture import profiler  # brings torch
+            from megaprof.capture import profiler  # brings nvtx, and all that a session needs
 
             profiler.step_ended()
 
@@ -144,12 +145,8 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
         if facts.host_step is not None:
             stack.callback(_host_step.reset, _host_step.set(facts.host_step))
         if facts.evaluation:
-            from megaprof.capture.roles import evaluation
-
             stack.enter_context(evaluation())
         if facts.role is not None:
-            from megaprof.capture.roles import annotate  # brings torch, which is not loaded yet everywhere
-
             stack.enter_context(annotate(message, role=facts.role))
         yield
 
@@ -157,7 +154,7 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
 def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     if hook.batch is not None:
-        from megaprof.hooks.plain import batched  # brings torch
+        from megaprof.hooks.plain import batched  # brings nvtx, and all that a session needs
 
         original = batched(hook.batch, original)
     message = hook.function.rpartition(".")[2].lstrip("_")

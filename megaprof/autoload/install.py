@@ -188,7 +188,7 @@ def start(
     """Installs the hooks in this process, as `megaprof.install_hooks` does, and numbers steps from ``first`` on.
 
     ``pipeline=False`` is for a trainer without Megatron's schedule: it captures the batches of the host's own engine,
-    if megaprof knows it (the FSDP engines of verl and SkyRL).
+    if megaprof knows it (verl's engines without Megatron, and SkyRL's FSDP workers).
 
     Returns True if this process records anything. A second start before a stop changes nothing. Raises ValueError for a
     configuration that cannot be honoured.

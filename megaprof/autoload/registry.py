@@ -1,4 +1,4 @@
-"""All hosts, and what they know together. A new host is a module and its name here."""
+"""All hosts, and what they know together. A new host is a module, its name here, and its package in `arming._HOSTS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megaprof.autoload.contract import Hook, Host
 from megaprof.config.values import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.runtime.patching import Patches
 
-#: A host that is built on another comes before it. Nothing else in the core names one that is an extra.
+#: A host that is built on another comes before it. No other list of the core's names the module of one that is an
+#: extra.
 _MODULES = "hosts.slime", "hosts.verl", "hosts.skyrl", "hosts.ms_swift", "autoload.megatron_bridge"
 HOSTS: tuple[Host, ...] = (*(import_module(f"megaprof.{name}").HOST for name in _MODULES), megatron_lm.HOST)
 #: Megatron-Core's optimizers, whoever the host is. A chained one calls others.

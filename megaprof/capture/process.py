@@ -1,6 +1,6 @@
 """The state that a process has only once: its sessions and hooks, its one open window, the names of its files.
 
-It is plain data, and light to import. The functions that change it are in `megaprof.capture.profiler`.
+It is plain data, and imports neither torch nor numpy. The functions that change it are in `megaprof.capture.profiler`.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ STEP_END_SECONDS = 20.0
 class Dispatcher:
     """Routes a ``forward_backward_func`` call to the session of the model that it runs.
 
-    The installed hooks of a process share one dispatcher. ``call`` is the call that is being recorded, or None. The
-    microbatch hooks look at nothing else, so an armed process without an open window pays one attribute read per
-    microbatch.
+    The installed hooks of a process share one dispatcher. Hooks in C look only at ``gate``; those in Python first at
+    what other threads asked (`process.asked`), then at ``call``. An idle process with hooks pays only that.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class Dispatcher:
         """The sessions whose hooks are installed. Once the last one is removed it stays empty. Hooks of ours that
         someone else has wrapped remain in place, and do nothing from then on."""
         self.call: RecordedCall | None = None
-        """The call that is being recorded; None if none is. Hooks in Python look only at this."""
+        """The call that is being recorded; None if none is."""
         self.gate = Gate(on_fault=self._clock_failed)
         self.inside: int | None = None
         """The thread that is inside a schedule call; None if none is. It keeps an inner call from being recorded again:

@@ -197,9 +197,9 @@ class annotate(Block):
         try:
             given = {"message": message, "color": color, "domain": domain, "category": category}
             for name, value in given.items():
-                kinds = str | int if name in ("color", "category") else str
+                kinds, words = (str | int, "text or a number") if name in ("color", "category") else (str, "text")
                 if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
-                    raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
+                    raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {words}, not empty, or None")
             self._role = None if role is None else checked_role(role, "annotate: role")
             self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
             self._message = message

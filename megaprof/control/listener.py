@@ -1,6 +1,6 @@
 """A rank's part in the control directory, on its background thread: it writes its status and answers the request.
 
-The lowest rank writes ``run.json``, and the others read there which run they belong to. A job that is started in the
+Rank 0 writes ``run.json``, and the others read there which run they belong to. A job that is started in the
 same directory takes it over, and an earlier job that still runs steps back. All ranks read the same request. One that
 is not there any more is withdrawn.
 """

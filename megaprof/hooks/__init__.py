@@ -1,1 +1,2 @@
-"""Hooks on megatron-core, which are installed in place and removed without a trace. They report only to the session."""
+"""Hooks on megatron-core and on batches of trainers without it, installed in place and removed without a trace. They
+report to the dispatcher."""

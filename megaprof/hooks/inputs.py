@@ -144,9 +144,8 @@ def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:
             return iterator
         return Watched(iterator, ranged(partial(next, iterator), dispatcher, code, fast=(codes.DATA,)))
 
-    given = arguments.get(_ITERATOR)
-    if given is not None:
-        arguments[_ITERATOR] = [watched(each) for each in given] if type(given) is list else watched(given)
+    if (source := arguments.get(_ITERATOR)) is not None:
+        arguments[_ITERATOR] = [watched(each) for each in source] if type(source) is list else watched(source)
 
 
 class Watched:

@@ -247,8 +247,8 @@ def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     """Returns the hook of a combined forward and backward. Either may be missing: the first call of a step runs only a
     forward, and the last one only a backward."""
-    names = "f_model", "current_microbatch", "b_model", "b_output_tensor"
-    arguments = [argument(original, name) for name in names]
+    wanted = "f_model", "current_microbatch", "b_model", "b_output_tensor"
+    arguments = [argument(original, name) for name in wanted]
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         f_model, microbatch, b_model, output = (given(each, args, kwargs) for each in arguments)

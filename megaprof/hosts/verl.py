@@ -117,9 +117,8 @@ def _facts(role: str | None, arguments: Mapping[str, Any]) -> Facts:
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
     """Gives a batch that is about to go to the workers the trainer's step, in the trainer's process."""
     batch = arguments["batch"]
-    metadata = (
-        batch.meta_info if hasattr(batch, "meta_info") else batch.extra_info
-    )  # which goes through a transfer queue
+    # The second kind goes through a transfer queue.
+    metadata = batch.meta_info if hasattr(batch, "meta_info") else batch.extra_info
     metadata[_SENT] = arguments["self"].global_steps
     return Facts()
 

@@ -43,13 +43,13 @@ class Writers:
 
 #: For each figure its name in OpenTelemetry, its unit and its meaning.
 FIGURES = {
-    "step_ms": ("step", "ms", "Duration of a step, median over the last steps and all ranks"),
+    "step_ms": ("step", "ms", "Duration of a step: that of the stage that takes longest (median of its ranks)"),
     "imbalance": ("imbalance", "1", "Compute of the slowest stage over the mean of all stages"),
     "slowest_stage": ("slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
     "bubble_fraction": ("bubble_fraction", "1", "Part of a step in which stages wait for others"),
     "straggler": ("straggler", "1", "Rank that computes longest compared with its peers"),
     "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its peers"),
-    "compute_ms": ("stage.compute", "ms", "Compute of a stage in a step, median of its ranks"),
+    "compute_ms": ("stage.compute", "ms", "Compute of a stage in a step, median of its ranks, without slow ones"),
     "host_bound_passes": ("stage.host_bound", "1", "Part of its passes that wait for the host"),
 }
 
@@ -124,8 +124,8 @@ def meter(own: Any | None) -> Any | None:
 
 
 class Overview:
-    """Gives a summary of the job to every sink, on the background thread of the lowest and of the last rank: the last
-    one is where Megatron-LM keeps its writers.
+    """Gives a summary of the job to every sink, on the background thread of rank 0 and of the last rank: the last one
+    is where Megatron-LM keeps its writers.
 
     A sink that fails is left alone from then on.
     """

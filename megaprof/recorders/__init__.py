@@ -38,8 +38,7 @@ class Window:
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
     def among(self, files: list[str]) -> list[str]:
-        """Returns those of the ``files`` that were finished with it that are its own, sorted. The others are of the
-        timeline."""
+        """Returns, sorted, which of ``files``, finished together, are this window's; the rest are timelines."""
         return sorted(file for file in files if os.path.basename(file).startswith(f"{self.target}."))
 
 

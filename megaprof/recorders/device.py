@@ -16,7 +16,7 @@ from megaprof.formats.timeline import Memory
 from megaprof.recorders.tape import Marker
 from megaprof.runtime.isolation import Suppressed
 
-#: Clocks of host and GPU drift apart: for so long, by less than `timeline.AT_ONCE_US`.
+#: Clocks of host and GPU drift apart: for so long, by less than `recorders.timeline.AT_ONCE_US`.
 _SOONEST_NS = 10 * 10**9
 _RELAXED = 2  # cuda.h, CUstreamCaptureMode: nothing that this thread does breaks a capture
 #: The library in which torch's calls end, and the functions used from it. For CUDA it is the driver: a process has only

@@ -47,9 +47,8 @@ class NsysRecorder:
                 "'megaprof nsys' prints the command to put before yours",
                 flag("tool"),
             )
-        elif (
-            unseeing := emit.reaches_nobody()
-        ) is not None:  # otherwise the only sign would be a report without ranges
+        # Otherwise the only sign would be a report without ranges.
+        elif (unseeing := emit.reaches_nobody()) is not None:
             logger.error(
                 "megaprof: nsys will record no ranges: nvtx %s does not recognise this version of nsys. Install "
                 "'nvtx<0.2.12', or a newer nsys (docs/nsys.md lists the pairs)",

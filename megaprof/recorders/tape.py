@@ -71,7 +71,7 @@ class PythonTape:
         self.given: list[tuple[Any, ...]] = []
         """The inputs of models, which `recorders.call` reads. Either the position of the forward, the boundaries of
         its packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
-        shape."""
+        shape; or the position, ``MASK`` or ``POSITIONS`` (`formats.facts`), a tensor, and the number of tokens."""
         self.waits: list[tuple[int, int, int]] = []
         """The waits for data: code, start and end on the host's clock, whatever clock the tape has. A GPU is not asked,
         because it does not wait for data as long as it has other work."""

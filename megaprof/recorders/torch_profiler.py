@@ -315,8 +315,8 @@ _EVENTS = b'"traceEvents"'
 _CHUNK = 1 << 16
 
 
-def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
-    """Appends ``ranges`` to the events of ``trace``, an uncompressed Kineto trace, in place: garbage collections, and
+def add_ranges(trace: Path, logged: Sequence[LoggedRange]) -> None:
+    """Appends ``logged`` to the events of ``trace``, an uncompressed Kineto trace, in place: garbage collections, and
     our ranges without CPU activity.
 
     Kineto records user annotations only with CPU activity, and that is the expensive part. Without it a window costs
@@ -327,7 +327,7 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
     Reads and writes only the ranges and both ends of the file. Raises ValueError if the file does not look like
     Kineto's (torch 2.6 to 2.13), and leaves it unchanged.
     """
-    if not ranges:
+    if not logged:
         return
     with open(trace, "r+b") as file:
         base = _base_time(file)
@@ -352,7 +352,7 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
                     "args": {"clock": "host"},
                 }
             )
-            for name, start_ns, end_ns, thread in ranges
+            for name, start_ns, end_ns, thread in logged
         )
         file.seek(start + position)
         file.write((b"\n" if empty else b",\n") + events.encode() + tail[position:])

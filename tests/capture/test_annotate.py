@@ -159,12 +159,12 @@ def test_a_scope_is_not_that_of_other_threads() -> None:
         ({"role": "a;b"}, "'a;b'"),
         ({"role": 3}, "annotate: role: 3"),
         ({"message": ""}, "message=''"),
-        ({"message": 3}, "message=3"),
+        ({"message": 3}, "message=3 is not valid; valid: text, not empty"),
         ({"color": "no such color"}, "color='no such color'"),
         ({"color": -1}, "color=-1"),
         ({"color": True}, "color=True"),
         ({"domain": 3}, "domain=3"),
-        ({"category": 1.5}, "category=1.5"),
+        ({"category": 1.5}, "category=1.5 is not valid; valid: text or a number, not empty"),
     ],
 )
 def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any], said: str) -> None:
@@ -172,6 +172,7 @@ def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any
         annotate(**options)(print)
     assert said in str(error.value)
     assert "valid" in str(error.value)
+    assert "class" not in str(error.value)
 
 
 def test_what_is_wrong_again_with_hooks_put_in_anew_is_said_again(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
