@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from isal import igzip
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts import writer
 from megaprof.autoload.install import Handle
 from megaprof.capture.process import process
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
@@ -70,16 +70,18 @@ def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
 
 def waits_in_a_write(gpt: BuiltGPT, directory: str, seconds: float = 1.0) -> None:
     """Half of a file is written when the signal comes; the other half within a second of it."""
-    copy = writer.publish.__globals__["shutil"].copyfileobj
+    write = igzip.IGzipFile.write
 
-    def slowly(source: Any, sink: Any, size: int) -> None:
-        sink.write(source.read(100))
-        sink.flush()
+    def slowly(file: Any, data: bytes) -> int:
+        igzip.IGzipFile.write = write
+        write(file, data[:100])
+        file.flush()
         print("ready", flush=True)
         time.sleep(seconds)
-        copy(source, sink, size)
+        write(file, data[100:])
+        return len(data)
 
-    writer.publish.__globals__["shutil"].copyfileobj = slowly
+    igzip.IGzipFile.write = slowly
     install(gpt, directory, schedule="0")
     gpt.train_step()
     wait()
