@@ -148,7 +148,6 @@ def test_the_live_page_follows_its_job(opened: Open, top: Path, living: Any) -> 
     page = opened(PAGES["live"](top))
     living.step_ms = 4321.0
     until(page, "document.getElementById('now').innerText.includes('43')")
-    page.wait_for_selector(".track polyline", timeout=20_000)
     living.step_ms = 100.0
     assert page.locator("#capture").is_visible()
     running = living.job.run
