@@ -33,7 +33,7 @@ def test_a_report_file_stands_for_its_directory(captures, tmp_path):
     assert megaprof("report", captures[0], "--json", saved).returncode == 0
     direct = megaprof("diff", *captures, "--json")
     assert direct.returncode == 0
-    assert json.loads(direct.stdout)["targets"][0]["before"]["verdict"].startswith("layers of stage 0")
+    assert json.loads(direct.stdout)["targets"][0]["verdict_before"].startswith("layers of stage 0")
     assert megaprof("diff", saved, captures[1], "--json", "-").stdout == direct.stdout
 
 

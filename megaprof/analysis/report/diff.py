@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
-from megaprof.analysis.diagnosis.stages import Basis, Stage, TargetStages
-from megaprof.analysis.notes import Note
+from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.evidence import KINDS
@@ -28,7 +27,6 @@ from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of
 from megaprof.formats.phrases import Unanswerable
-from megaprof.parallel.topology import ParallelSizes
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
 FEWEST = 3
@@ -97,28 +95,6 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class TargetSide:
-    """Notes on a target in one capture, apart from its times."""
-
-    verdict: str
-    """The verdict in a few words: what costs the most."""
-    schedule: str | None
-    """Megatron's schedule; None if the traces do not say."""
-    microbatches: int | None
-    """Microbatches per step; None if steps differ or the traces do not say."""
-    layers: dict[str, int] | None
-    """Number of the model's layers by kind (``dense``, ``moe``, ...); None if not all stages say."""
-    sizes: ParallelSizes
-    """Parallel sizes of the job."""
-    step_time_basis: Basis
-    """How a step is measured."""
-    withheld: Note | None
-    """Why no cause is named; None if causes are looked for."""
-    warnings: tuple[Note, ...]
-    """Warnings of the capture's report."""
-
-
-@dataclass(frozen=True)
 class TargetDiff:
     """One target and role that both captures have."""
 
@@ -126,10 +102,14 @@ class TargetDiff:
     """``train_actor``, ..."""
     role: str | None
     """``actor``, ...; None without roles."""
-    before: TargetSide
-    """Notes on the first capture."""
-    after: TargetSide
-    """Notes on the second capture."""
+    verdict_before: str
+    """Verdict on the first capture in a few words: what costs the most."""
+    verdict_after: str
+    """Verdict on the second capture."""
+    same_model: bool
+    """True if the models have the same layers, as far as the captures say. If not, no change of a time is computed."""
+    comparable: bool
+    """True if the steps of both captures do the same work, and are measured alike, as far as the captures say."""
     step_time: Difference
     """Duration of a step."""
     stages: tuple[StageDiff, ...]
@@ -144,13 +124,8 @@ class TargetDiff:
     """What the causes of each kind cost, in milliseconds of a step; 0 in a capture that names none of the kind. There,
     ``beyond_spread`` says that the intervals of both prices do not overlap. Empty unless both captures look for
     causes."""
-
-    @property
-    def comparable(self) -> bool:
-        """Returns whether the steps of both captures do the same work, and are measured alike, as far as they say."""
-        before, after = self.before, self.after
-        counted = None in (before.microbatches, after.microbatches) or before.microbatches == after.microbatches
-        return self.same_model and counted and before.step_time_basis == after.step_time_basis
+    notes: tuple[str, ...]
+    """Clauses: how the captures differ apart from the times, and the warnings of their reports."""
 
     def slower_by(self, bound: float) -> bool | None:
         """Returns whether a step is surely slower by more than the fraction ``bound`` (True), or surely not (False);
@@ -161,12 +136,6 @@ class TargetDiff:
         return low > bound
 
     @property
-    def same_model(self) -> bool:
-        """Returns whether the models have the same layers, as far as the captures say."""
-        before, after = self.before.layers, self.after.layers
-        return None in (before, after) or before == after
-
-    @property
     def quantities(self) -> tuple[str, ...]:
         """Returns the `QUANTITIES` that at least one stage has: a forward-only target has no backward."""
         had = {name for stage in self.stages for name, each in stage.changes.items() if each.before or each.after}
@@ -174,27 +143,13 @@ class TargetDiff:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Notes on one capture as a whole."""
-
-    unpaired: tuple[tuple[str, str | None], ...]
-    """Targets and roles that only this capture has; they are not compared."""
-    of_several: str | None
-    """A sentence that says that its directory holds other runs, and how to see them; None if there is one run."""
-    warnings: tuple[Note, ...]
-    """Warnings about single files."""
-
-
-@dataclass(frozen=True)
 class Diff:
     """Two captures, compared target by target."""
 
-    before: Side
-    """Notes on the first capture."""
-    after: Side
-    """Notes on the second capture."""
     targets: tuple[TargetDiff, ...]
     """Targets that both captures have."""
+    warnings: tuple[str, ...]
+    """Clauses: the targets that only one capture has, other runs in a directory, and warnings about single files."""
 
 
 def compare(before: Document, after: Document) -> Diff:
@@ -205,19 +160,22 @@ def compare(before: Document, after: Document) -> Diff:
     if not common:
         first, second = (", ".join(sorted(words.title(*key) for key in keys)) or "nothing" for keys in (old, new))
         raise Unanswerable(f"no target is in both: {first} in the first, {second} in the second")
-    return Diff(
-        before=Side(tuple(key for key in reversed(old) if key not in new), before.of_several, before.warnings),
-        after=Side(tuple(key for key in reversed(new) if key not in old), after.of_several, after.warnings),
-        targets=tuple(_target(old[key], new[key]) for key in common),
-    )
+    warnings = []
+    for where, report, keys, others in (("first", before, old, new), ("second", after, new, old)):
+        if unpaired := [words.title(*key) for key in reversed(keys) if key not in others]:
+            warnings.append(f"{', '.join(unpaired)} only in the {where} capture: not compared")
+        of_capture = [*filter(None, [report.of_several]), *(warning.text for warning in report.warnings)]
+        warnings += (f"{where} capture: {warning}" for warning in of_capture)
+    return Diff(tuple(_target(old[key], new[key]) for key in common), tuple(warnings))
 
 
 def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     old = {stage.pp: stage for stage in before.stages}
     new = {stage.pp: stage for stage in after.stages}
-    alike = before.microbatches is not None and before.microbatches == after.microbatches
-    sides = _target_side(before, after), _target_side(after, before)
-    one_model = None in (sides[0].layers, sides[1].layers) or sides[0].layers == sides[1].layers
+    counts, layers = (before.microbatches, after.microbatches), (_layers_by_kind(before), _layers_by_kind(after))
+    alike = counts[0] is not None and counts[0] == counts[1]
+    one_model = None in layers or layers[0] == layers[1]
+    same_work = one_model and (None in counts or alike)
     layer = _layer(before, after) if one_model else None
     predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
     causes = {}
@@ -229,13 +187,16 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     return TargetDiff(
         target=before.target,
         role=before.role,
-        before=sides[0],
-        after=sides[1],
+        verdict_before=before.in_brief(surely_in=after.diagnosis).text,
+        verdict_after=after.in_brief(surely_in=before.diagnosis).text,
+        same_model=one_model,
+        comparable=same_work and before.step_time_basis == after.step_time_basis,
         step_time=_difference(before.step_time_ms, after.step_time_ms, one_model),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), one_model, alike) for pp in sorted(old.keys() | new.keys())),
         layer=layer,
         prediction=_kept(before, after, layer) if predicted else None,
         causes=causes,
+        notes=tuple(_notes(before, after, layers)),
     )
 
 
@@ -250,19 +211,6 @@ def _layers_by_kind(measured: TargetStages) -> dict[str, int] | None:
             return None
         kinds.update(holds.kinds)
     return dict(sorted(kinds.items()))
-
-
-def _target_side(target: TargetReport, other: TargetReport) -> TargetSide:
-    return TargetSide(
-        verdict=target.in_brief(surely_in=other.diagnosis).text,
-        schedule=target.schedule,
-        microbatches=target.microbatches,
-        layers=_layers_by_kind(target),
-        sizes=target.sizes,
-        step_time_basis=target.step_time_basis,
-        withheld=target.withheld,
-        warnings=(*target.warnings, *target.what_if.warnings),
-    )
 
 
 def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
@@ -437,45 +385,26 @@ def prediction_clause(kept: Kept) -> str:
     return f"{text}, {'inside' if kept.inside else 'outside'} its interval"
 
 
-def notes(target: TargetDiff) -> Iterator[str]:
-    """Yields clauses: how the captures of a target differ apart from the times, and the warnings of their reports."""
-    yield from _settings(target)
-    first, second = (
-        [f"no cause of lost time is named: {note.text}" for note in filter(None, [side.withheld])]
-        + [warning.text for warning in side.warnings]
-        for side in (target.before, target.after)
-    )
-    yield from (f"both captures: {note}" for note in first if note in second)
-    for where, notes_of_side, other in (("first", first, second), ("second", second, first)):
-        yield from (f"{where} capture: {note}" for note in notes_of_side if note not in other)
-
-
-def warnings(diff: Diff) -> Iterator[str]:
-    """Yields clauses: the targets that only one capture has, and the warnings of each report as a whole."""
-    for where, side in (("first", diff.before), ("second", diff.after)):
-        if side.unpaired:
-            names = ", ".join(words.title(*key) for key in side.unpaired)
-            yield f"{names} only in the {where} capture: not compared"
-        if side.of_several is not None:
-            yield f"{where} capture: {side.of_several}"
-        yield from (f"{where} capture: {warning.text}" for warning in side.warnings)
-
-
-def _settings(target: TargetDiff) -> Iterator[str]:
-    before, after = (
-        {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)}
-        for side in (target.before, target.after)
-    )
-    if not target.same_model:
-        old, new = (
-            " + ".join(f"{count} {kind}" for kind, count in (side.layers or {}).items()) or "none"
-            for side in (target.before, target.after)
-        )
+def _notes(before: TargetReport, after: TargetReport, layers: Sequence[dict[str, int] | None]) -> Iterator[str]:
+    """Yields `TargetDiff.notes`. ``layers``: the number of layers of each kind in both models, if that is known."""
+    if None not in layers and layers[0] != layers[1]:
+        old, new = (" + ".join(f"{count} {kind}" for kind, count in (of or {}).items()) or "none" for of in layers)
         yield f"layers {old} -> {new}: another model, so no time is compared with that of the other capture"
-    for name in before:
-        if before[name] != after[name]:
-            old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (before, after))
+    first, second = (
+        {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)} for side in (before, after)
+    )
+    for name in first:
+        if first[name] != second[name]:
+            old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (first, second))
             yield f"{name} {old} -> {new}: stages and steps do not do the same work"
-    if target.before.step_time_basis != target.after.step_time_basis:
-        old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
+    if before.step_time_basis != after.step_time_basis:
+        old, new = (BASES[side.step_time_basis] for side in (before, after))
         yield f"step times are not measured alike: {old}; {new}"
+    notes, others = (
+        [f"no cause of lost time is named: {note.text}" for note in filter(None, [side.withheld])]
+        + [warning.text for warning in (*side.warnings, *side.what_if.warnings)]
+        for side in (before, after)
+    )
+    yield from (f"both captures: {note}" for note in notes if note in others)
+    yield from (f"first capture: {note}" for note in notes if note not in others)
+    yield from (f"second capture: {note}" for note in others if note not in notes)

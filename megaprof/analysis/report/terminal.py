@@ -76,14 +76,14 @@ def show_diff(diff: Diff, console: Console) -> None:
         step = target.step_time
         line = f"step time {views.before_and_after(step)} ms {views.mark(step)}"
         console.print(text(line, STYLES[views.emphasis(step)]))
-        console.print(text(f"causes: {target.before.verdict} → {target.after.verdict}"))
+        console.print(text(f"causes: {target.verdict_before} → {target.verdict_after}"))
         console.print(text(differences.machine_clause(target)))
         if (kept := target.prediction) is not None:
             style = "" if kept.inside is None else STYLES["fine" if kept.inside else "slow"]
             console.print(text(differences.prediction_clause(kept), style))
         show_table(console, views.diff_table(target))
-        show_warnings(console, differences.notes(target))
-    show_warnings(console, differences.warnings(diff))
+        show_warnings(console, target.notes)
+    show_warnings(console, diff.warnings)
     console.print(text(views.MARKS, "dim"))
 
 
