@@ -27,7 +27,7 @@ from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.trace.reading import RECORDINGS
-from megaprof.cli import COMMANDS, CommandError, UsageError, in_a_line, parser_of
+from megaprof.cli import COMMANDS, UsageError, in_a_line, parser_of
 from megaprof.cli import status as job_status
 from megaprof.cli.diff import comparison
 from megaprof.cli.look import look_at
@@ -35,7 +35,7 @@ from megaprof.cli.report import report_on
 from megaprof.cli.trigger import prepare
 from megaprof.cli.what_if import CHOICES, answer_to, in_words
 from megaprof.formats.inputs import RemotePath, files_below
-from megaprof.formats.phrases import counted, json_of
+from megaprof.formats.phrases import Unanswerable, counted, json_of
 from megaprof.version import __version__
 
 INSTRUCTIONS = f"""Which pipeline stage of a Megatron-Core training run is slow, why, and what to change.
@@ -71,7 +71,7 @@ _ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent
 
 
 def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
-    """Returns the JSON of ``megaprof report DIR --json -``. Raises CommandError, and the errors of reading files."""
+    """Returns the JSON of ``megaprof report DIR --json -``. Raises Unanswerable, and the errors of reading files."""
     report = _report(directory, run, _stamp(directory))
     headline = [*filter(None, [report.of_several])]
     for target in report.targets:  # as in the table that begins a report on many targets
@@ -84,7 +84,7 @@ def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
 
 
 def of_change(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the JSON of ``megaprof what-if DIR --json``. Raises CommandError, and the errors of reading files."""
+    """Returns the JSON of ``megaprof what-if DIR --json``. Raises Unanswerable, and the errors of reading files."""
     choices = {name: getattr(given, name) for name in CHOICES}
     report = _report(given.dir, given.run, _stamp(given.dir))
     answer = answer_to(report, choices, given.target, given.role)
@@ -271,13 +271,13 @@ def _reading(answer: Callable[[argparse.Namespace], Any]) -> Callable[[Any], Cal
 
 
 def ask(context: Context[Any, Any], given: Any) -> Elicit[Consent] | Consent:
-    """Returns the question for the user; the consent itself if the server was started with it. Raises CommandError if
+    """Returns the question for the user; the consent itself if the server was started with it. Raises Unanswerable if
     the user cannot be asked, and for a wrong request."""
     if given.allowed:
         return Consent(capture=True)
     elicitation = context.client_capabilities.elicitation if context.client_capabilities else None
     if elicitation is None or (elicitation.form is None and elicitation.url is not None):
-        raise CommandError(CANNOT_ASK)
+        raise Unanswerable(CANNOT_ASK)
     requester = prepare(given)
     role = "" if given.role is None else f" ({given.role})"
     steps_text = f"{counted(given.steps, 'step')} of {given.target}{role}"
@@ -294,7 +294,7 @@ async def trigger(
 ) -> CallToolResult:
     """Captures once the user has agreed, and waits for the files."""
     if not isinstance(consent, AcceptedElicitation) or not consent.data.capture:
-        raise CommandError(DECLINED)
+        raise Unanswerable(DECLINED)
     requester = await run_sync(partial(prepare, given))
     looks = 0
     try:

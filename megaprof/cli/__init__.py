@@ -2,7 +2,7 @@
 extra, and imported only if used.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
-``run(arguments) -> exit code``. It raises `CommandError` if its input is not sufficient.
+``run(arguments) -> exit code``. It raises `Unanswerable` if its input is not sufficient.
 """
 
 from __future__ import annotations
@@ -56,12 +56,8 @@ _EXTRAS = {
 }
 
 
-class CommandError(Unanswerable):
-    """The command cannot do what it was asked to; the message is for the user, on one line."""
-
-
-class UsageError(CommandError):
-    """The arguments make no sense together."""
+class UsageError(Unanswerable):
+    """The arguments make no sense together; the message is for the user, on one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,13 +159,13 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def writing(option: str, path: Path, source: Path | None = None) -> Iterator[None]:
     """Surrounds code that writes ``path``, which ``option`` names, from files that it reads in ``source``. Raises
-    CommandError if ``path`` cannot be written."""
+    Unanswerable if ``path`` cannot be written."""
     try:
         yield
     except OSError as fault:
         if isinstance(fault, Unreachable) or fault.filename == str(source) or not _of_output(fault.filename, path):
             raise  # reading failed, not writing
-        raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
+        raise Unanswerable(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
 
 
 def _of_output(name: object, path: Path) -> bool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, add_input_option, print_json, say
+from megaprof.cli import UNWELL, add_input_option, print_json, say
 from megaprof.formats.inputs import Unreachable, place
 from megaprof.formats.phrases import Unanswerable
 
@@ -48,7 +48,7 @@ def _percent(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares, and prints tables or JSON. Raises CommandError if there is nothing to compare."""
+    """Compares, and prints tables or JSON. Raises Unanswerable if there is nothing to compare."""
     diff = comparison(arguments.before, arguments.after)
     if arguments.json:
         print_json(diff)
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def comparison(before: Path, after: Path) -> Diff:
-    """Returns the comparison of two captures, or of the JSON files of their reports. Raises CommandError."""
+    """Returns the comparison of two captures, or of the JSON files of their reports. Raises Unanswerable."""
     from megaprof.analysis.report.diff import compare
 
     document_before, document_after = _report(before), _report(after)
     try:
         return compare(document_before, document_after)
     except Unanswerable as fault:
-        raise CommandError(f"{before} and {after}: {fault}") from None
+        raise Unanswerable(f"{before} and {after}: {fault}") from None
 
 
 def _report(path: Path) -> Document:
@@ -93,4 +93,4 @@ def _report(path: Path) -> Document:
     except Unreachable:
         raise
     except (OSError, ValueError, MemoryError) as fault:
-        raise CommandError(f"{path} cannot be read as the JSON of a report: {fault}") from None
+        raise Unanswerable(f"{path} cannot be read as the JSON of a report: {fault}") from None

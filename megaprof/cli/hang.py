@@ -7,9 +7,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, print_json, say
+from megaprof.cli import UNWELL, print_json, say
 from megaprof.control.directory import find_job
 from megaprof.formats.job import CONTROL
+from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
     from megaprof.analysis.collectives.hang import Hang
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints which ranks keep the job waiting. Raises CommandError if no dump can be read."""
+    """Prints which ranks keep the job waiting. Raises Unanswerable if no dump can be read."""
     from megaprof.analysis.collectives.dumps import BadDump
     from megaprof.analysis.collectives.hang import hang_of
     from megaprof.analysis.report.text.hang import in_words, sentences
@@ -50,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
         except OSError as fault:
-            raise CommandError(f"{arguments.dir} cannot be read: {fault.strerror or fault}") from None
+            raise Unanswerable(f"{arguments.dir} cannot be read: {fault.strerror or fault}") from None
         except BadDump as fault:
-            raise CommandError(f"{arguments.dir}: {fault}") from None
+            raise Unanswerable(f"{arguments.dir}: {fault}") from None
     if arguments.json:
         print_json(in_words(hang))
     else:
@@ -81,6 +82,6 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
         lines = [f"! {sentence}" for sentence in ending_sentences(view)]
     if not hang.ranks and not lines:
         if view.silence is None:
-            raise CommandError(f"no rank of the job in {directory} has reported that it stands still")
-        raise CommandError(f"{view.silence}, and its files show no step in which it stood still")
+            raise Unanswerable(f"no rank of the job in {directory} has reported that it stands still")
+        raise Unanswerable(f"{view.silence}, and its files show no step in which it stood still")
     return hang, lines

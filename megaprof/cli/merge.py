@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> MergeAnswer:
-    """Merges the step and ranks that the arguments choose into ``out``. Raises CommandError."""
+    """Merges the step and ranks that the arguments choose into ``out``. Raises Unanswerable."""
     from megaprof.analysis.merge import merge
     from megaprof.analysis.trace.reading import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector

@@ -22,9 +22,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
-from megaprof.cli import CommandError, say
+from megaprof.cli import say
 from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import local_copy, open_input
+from megaprof.formats.phrases import Unanswerable
 
 PORT = 9001
 PAGE = "https://ui.perfetto.dev"
@@ -96,8 +97,8 @@ def _hand_over(path: Path, name: str | None = None) -> None:
         server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
     except OSError as fault:
         if fault.errno != errno.EADDRINUSE:
-            raise CommandError(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
-        raise CommandError(
+            raise Unanswerable(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
+        raise Unanswerable(
             f"port {PORT} is in use on this machine (by another megaprof open, or Perfetto's trace_processor), and "
             f"{PAGE} can fetch from no other port. megaprof merge {path} -o FILE writes a file to drag into the page"
         ) from None

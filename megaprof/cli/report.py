@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megaprof.cli import CommandError, UsageError, add_input_option, progress, writing
+from megaprof.cli import UsageError, add_input_option, progress, writing
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing
+from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -92,7 +93,7 @@ def report_directory(
     """Prints the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, writes it to
     ``json_file`` and ``html_file``, and returns it.
 
-    Raises CommandError if there is nothing to report on or a file cannot be written.
+    Raises Unanswerable if there is nothing to report on or a file cannot be written.
     """
     from rich.console import Console
 
@@ -108,7 +109,7 @@ def report_directory(
     for option, path in files.items():
         try:
             _write(option, path, report)
-        except CommandError as why:
+        except Unanswerable as why:
             fault = why
     if as_json:
         sys.stdout.write(_json(report).decode())
@@ -128,7 +129,7 @@ def report_directory(
 
 
 def report_on(directory: Path, number: int | None = None, workers: Workers | None = None) -> Report:
-    """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and
+    """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises Unanswerable, and
     UsageError if there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
     from megaprof.analysis.report.text.sentences import standstill_findings
@@ -140,14 +141,14 @@ def report_on(directory: Path, number: int | None = None, workers: Workers | Non
         with progress("reading") as advance:
             report = analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number)
     except NoCluster as fault:
-        raise CommandError(f"--workers {workers}: {fault}") from None
+        raise Unanswerable(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
     except NothingToReport as fault:
         if last is None:
             raise
         told = " ".join(finding.text for finding in standstill_findings(last[:1]))
-        raise CommandError(f"{told} Nothing else can be reported: {fault}") from None
+        raise Unanswerable(f"{told} Nothing else can be reported: {fault}") from None
     return report if last is None else report.with_standstill(*last)
 
 
@@ -166,7 +167,7 @@ def _refuse_to_lose(option: str, path: Path) -> None:
 
 
 def _write(option: str, path: Path, report: Report) -> None:
-    """Writes the report as the ``option`` says. Raises CommandError if the file cannot be written."""
+    """Writes the report as the ``option`` says. Raises Unanswerable if the file cannot be written."""
     from megaprof.analysis.report.html import page
 
     content = page(report, report.steps()).encode() if option == "--html" else _json(report)

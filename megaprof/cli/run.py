@@ -13,9 +13,10 @@ import shutil
 import sys
 
 from megaprof.autoload.arming import environment
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import UsageError
 from megaprof.config.arguments import add_profile_args, config_from_args
 from megaprof.config.options import flag
+from megaprof.formats.phrases import Unanswerable
 
 DESCRIPTION = """Run COMMAND with profiling, without editing it. COMMAND is a launcher (torchrun, srun, ray job submit,
 bash), a Python script, or -m and a module. The hooks are installed in each process that asks Megatron-Core for its
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replaces this process with the command, so it returns only with ``--ray-runtime-env``. Raises UsageError for
-    arguments that make no sense, and CommandError if the command cannot be started."""
+    arguments that make no sense, and Unanswerable if the command cannot be started."""
     try:
         config = config_from_args(args)
     except ValueError as mistake:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         os.execve(program, arguments, environment(config, os.environ))
     except OSError as fault:
-        raise CommandError(f"{command[0]}: {fault.strerror}") from None
+        raise Unanswerable(f"{command[0]}: {fault.strerror}") from None
 
 
 def resolve(command: list[str]) -> tuple[str, list[str]]:

@@ -17,12 +17,12 @@ from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text import hang as of_hang
 from megaprof.analysis.report.text.words import number, percent, ranks
-from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, print_json, say
+from megaprof.cli import FAILED, UNWELL, UsageError, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
 from megaprof.control.blame import WaitedFor
 from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill
-from megaprof.formats.phrases import ago, counted
+from megaprof.formats.phrases import Unanswerable, ago, counted
 from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage
 from megaprof.parallel.topology import ParallelSizes
 
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the status of a job. Raises CommandError if the job has ended."""
+    """Prints the status of a job. Raises Unanswerable if the job has ended."""
     if not arguments.wait >= 0:
         raise UsageError(f"--wait {arguments.wait:g} is not a valid number of seconds")
     if not arguments.hang_after > 0:
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(answer(view))
     elif view.state == "ended":
-        raise CommandError(silence(view))
+        raise Unanswerable(silence(view))
     else:
         for line in in_words(view):
             say(line)

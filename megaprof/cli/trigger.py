@@ -11,12 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError, print_json, say
+from megaprof.cli import UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import BUILTIN, TARGETS
 from megaprof.control.request import OPTIONS, SELECT, STEPS, TIMEOUT, Requester, requester_for
 from megaprof.formats.job import Refused
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 
 EXAMPLES = (
     "megaprof trigger traces --target train_actor",
@@ -67,7 +67,7 @@ def prepare(arguments: argparse.Namespace) -> Requester:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Requests a capture, waits, and prints the files, one per line. Raises CommandError unless every selected rank
+    """Requests a capture, waits, and prints the files, one per line. Raises Unanswerable unless every selected rank
     captured."""
     requester = prepare(arguments)
     # SIGTERM (from timeout, or a batch system) withdraws the request, as Ctrl-C does.
@@ -95,5 +95,5 @@ def run(arguments: argparse.Namespace) -> int:
         for file in outcome.files:
             print(file)
     if outcome.reason is not None:
-        raise CommandError(outcome.reason)
+        raise Unanswerable(outcome.reason)
     return 0

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.cli import CommandError, UsageError, add_input_option, print_json, say
+from megaprof.cli import UsageError, add_input_option, print_json, say
 from megaprof.formats.inputs import place
+from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report, TargetReport
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predicts, and prints lines or JSON. Raises CommandError, and UsageError for a change that cannot be chosen."""
+    """Predicts, and prints lines or JSON. Raises Unanswerable, and UsageError for a change that cannot be chosen."""
     from megaprof.cli.report import report_on
 
     report = report_on(arguments.dir, arguments.run)
@@ -138,7 +139,7 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
     first, _ = matching[0]
     advice = first.advice.text if first.advice else "nothing was captured"
     reason = next((note.text for note in (first.withheld, *first.what_if.warnings) if note is not None), advice)
-    raise CommandError(f"nothing can be predicted: {reason.partition(' predicted: ')[2] or reason}")
+    raise Unanswerable(f"nothing can be predicted: {reason.partition(' predicted: ')[2] or reason}")
 
 
 def in_words(answer: WhatIfAnswer) -> list[str]:

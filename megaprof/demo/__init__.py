@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
+from megaprof.cli import INTERRUPTED, TERMINATED, UsageError
 from megaprof.cli.report import report_directory
 from megaprof.config.values import TRAIN_ACTOR
 from megaprof.control.directory import NoJob, find_job
 from megaprof.demo import job
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, captures and reports. Raises UsageError for arguments that make no sense, and CommandError if a rank
+    """Trains, captures and reports. Raises UsageError for arguments that make no sense, and Unanswerable if a rank
     fails."""
     steps = args.steps if args.live else args.steps or _STEPS
     try:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
                 _capture(workload, out, args.fault, steps, received)
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
-            raise CommandError(f"a rank failed (see above); the files of the others are in {out}") from None
+            raise Unanswerable(f"a rank failed (see above); the files of the others are in {out}") from None
     report = report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
     if not args.live and (more_steps := _steps_needed(report)):
         print(f"To capture enough steps for an answer, add --steps {steps + more_steps} to this command.")

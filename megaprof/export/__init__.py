@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, add_input_option, print_json, progress, say, writing
+from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 
 _MOST_WARNINGS = 20
 #: The compute time of a step on each stage.
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run is not None and not arguments.run.strip():
         raise UsageError(f"--run {arguments.run!r} is not a name")
     if not arguments.dir.exists():
-        raise CommandError(f"{arguments.dir} does not exist")
+        raise Unanswerable(f"{arguments.dir} does not exist")
     try:
         with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
             exported = export(arguments.dir, out, run=arguments.run, progress=advance)

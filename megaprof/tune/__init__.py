@@ -19,12 +19,12 @@ from megaprof.analysis.report.html import date, environment, static
 from megaprof.analysis.report.tables import Column, TableView, table
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
 from megaprof.analysis.report.text import words
-from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json, progress, writing
+from megaprof.cli import FAILED, TERMINATED, UsageError, print_json, progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag
 from megaprof.config.values import parse_limit
 from megaprof.formats.names import appearing
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 from megaprof.tune import trial as runs
 from megaprof.tune import tuning
 from megaprof.tune.command import without_saving
@@ -87,11 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and CommandError."""
+    """Tunes the command. Returns 1 if the command could not be measured. Raises UsageError and Unanswerable."""
     current = _earlier_or_new(args)
     if processes := runs.running(args.out):
         numbers = ", ".join(map(str, processes))
-        raise CommandError(
+        raise Unanswerable(
             f"--out {args.out}: a trial is still running, in processes {numbers}: wait for them, or end them"
         )
     resolve(list(current.command))
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _earlier_or_new(args: argparse.Namespace) -> Tuning:
     """Returns the earlier tuning of the same command, or a new one. A tuning without a measured trial found nothing to
-    keep, so another command may replace it. Raises UsageError and CommandError."""
+    keep, so another command may replace it. Raises UsageError and Unanswerable."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -153,7 +153,7 @@ def memory_limit(text: str | None) -> int | None:
 
 
 def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
-    """Runs the trials. Raises CommandError if the command cannot be started."""
+    """Runs the trials. Raises Unanswerable if the command cannot be started."""
     whole = current.steps + runs.WARM_UP
     end_what_runs()
 
@@ -168,7 +168,7 @@ def _tuned(current: Tuning, args: argparse.Namespace) -> Tuning:
                 current, args.out, args.time_limit, begun, lambda made: advance(min(made, whole), whole), _say_over
             )
     except OSError as fault:
-        raise CommandError(f"{current.command[0]}: {fault.strerror or fault}") from None
+        raise Unanswerable(f"{current.command[0]}: {fault.strerror or fault}") from None
 
 
 def end_what_runs() -> None:
@@ -179,14 +179,14 @@ def end_what_runs() -> None:
 
 
 def _next(current: Tuning, args: argparse.Namespace) -> Tuning:
-    """Reads the results of the last printed command, and prints the next one. Raises CommandError."""
+    """Reads the results of the last printed command, and prints the next one. Raises Unanswerable."""
     pending = current.pending
     if pending is not None:
         if args.next != Path():
             pending = replace(pending, directory=str(args.next.absolute()))
         trial_directory = args.out / pending.directory
         if not trial_directory.is_dir():
-            raise CommandError(
+            raise Unanswerable(
                 f"{trial_directory}: no such directory; the command of trial {pending.number} has not run yet. If "
                 "it failed before it wrote anything, create the directory to count the trial as failed"
             )

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, add_input_option
+from megaprof.cli import UsageError, add_input_option
 from megaprof.cli.open import browser_is_here, forwarding, opened_in_browser
-from megaprof.formats.phrases import printable
+from megaprof.formats.phrases import Unanswerable, printable
 
 #: The first port that is tried.
 PORT = 8750
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until Ctrl-C. Raises CommandError."""
+    """Serves until Ctrl-C. Raises Unanswerable."""
     if arguments.port is not None and not 0 <= arguments.port < 1 << 16:
         raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
     if not arguments.dir.is_dir():
-        raise CommandError(f"{arguments.dir} is not a directory")
+        raise Unanswerable(f"{arguments.dir} is not a directory")
     os.scandir(arguments.dir).close()  # an unreadable directory is reported here, not on every page
     if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
-        raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
+        raise Unanswerable(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
     from megaprof.ui.server import app, listen, serve
 
     token = secrets.token_urlsafe(24)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         listener = listen(arguments.port, PORT)
     except OSError as fault:
         subject = f"no port from {PORT} on can" if arguments.port is None else f"port {arguments.port} cannot"
-        raise CommandError(f"{subject} be opened on 127.0.0.1: {fault.strerror or fault}") from None
+        raise Unanswerable(f"{subject} be opened on 127.0.0.1: {fault.strerror or fault}") from None
     with listener, tempfile.TemporaryDirectory(prefix="megaprof-") as private:
         port = listener.getsockname()[1]
         address = f"http://127.0.0.1:{port}/?token={token}"

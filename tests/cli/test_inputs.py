@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.cli import COMMANDS, CommandError, main, writing
+from megaprof.cli import COMMANDS, main, writing
+from megaprof.formats.phrases import Unanswerable
 
 NAME = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000"
 
@@ -38,9 +39,9 @@ def test_the_option_of_the_output_is_not_blamed_for_what_cannot_be_read(tmp_path
         with pytest.raises(FileNotFoundError), writing("-o", out, source):
             read.open()
     for written in (out, out.parent / ".step.json.1.tmp", out / "part-0", tmp_path / "out" / "step.json" / "a" / "b"):
-        with pytest.raises(CommandError, match=f"-o {out} cannot be written: No such file"), writing("-o", out, source):
+        with pytest.raises(Unanswerable, match=f"-o {out} cannot be written: No such file"), writing("-o", out, source):
             written.open()
-    with pytest.raises(CommandError, match=r"-o .* cannot be written: No space left"), writing("-o", out, source):
+    with pytest.raises(Unanswerable, match=r"-o .* cannot be written: No space left"), writing("-o", out, source):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
