@@ -20,7 +20,7 @@ import msgspec
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.merge import MergeAnswer
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report import document
+from megaprof.analysis.report import report
 from megaprof.analysis.report.diff import Diff
 from megaprof.cli.status import StatusAnswer
 from megaprof.cli.what_if import WhatIfAnswer
@@ -32,11 +32,11 @@ from megaprof.tune.tuning import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document(document.Document):
+class Document(report.Document):
     foreign: Foreign | None = None
 
 
-Document.__doc__ = document.Document.__doc__
+Document.__doc__ = report.Document.__doc__
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

@@ -24,7 +24,7 @@ from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
 from megaprof.agents.excerpt import MOST, excerpt
-from megaprof.analysis.report.document import Report
+from megaprof.analysis.report.report import Report
 from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import COMMANDS, UsageError, in_a_line, parser_of

@@ -15,7 +15,7 @@ from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.diff import Diff
-    from megaprof.analysis.report.document import Document
+    from megaprof.analysis.report.report import Document
 
 EXAMPLES = (
     "megaprof diff traces-before traces-after",
@@ -81,8 +81,7 @@ def comparison(before: Path, after: Path) -> Diff:
 
 
 def _report(path: Path) -> Document:
-    from megaprof.analysis.report.document import Document
-    from megaprof.analysis.report.report import analyze
+    from megaprof.analysis.report.report import Document, analyze
     from megaprof.analysis.trace.reading import RECORDINGS
     from megaprof.formats.inputs import read_input
 

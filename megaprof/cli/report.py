@@ -19,7 +19,7 @@ from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report.document import Report
+    from megaprof.analysis.report.report import Report
     from megaprof.analysis.trace.reading import Workers
 
 

@@ -14,7 +14,7 @@ from megaprof.formats.inputs import place
 from megaprof.formats.phrases import Unanswerable
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report.document import Report, TargetReport
+    from megaprof.analysis.report.report import Report, TargetReport
     from megaprof.analysis.what_if.changeable import Changeable
 
 EXAMPLES = (

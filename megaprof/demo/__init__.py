@@ -24,7 +24,7 @@ from megaprof.demo import job
 from megaprof.formats.phrases import Unanswerable, counted
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report.document import Report
+    from megaprof.analysis.report.report import Report
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small but real Megatron-Core GPT on this machine's CPU, with its layers deliberately split

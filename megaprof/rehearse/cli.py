@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.html import page
+from megaprof.analysis.report.report import Report
 from megaprof.analysis.report.text.words import within
 from megaprof.cli import UsageError, writing
 from megaprof.cli.run import resolve

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from megaprof.analysis.report.document import Report, plain_number
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import Report, analyze, plain_number
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction

@@ -20,10 +20,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.nsys import REPORT, SQLITE

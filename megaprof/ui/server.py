@@ -29,7 +29,7 @@ from starlette.staticfiles import StaticFiles
 from megaprof.analysis.report import diff as differences
 from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import Diff
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import look

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes, of_simulation
+from megaprof.analysis.report.report import TargetReport
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.what_if.changeable import (
     Changeable,

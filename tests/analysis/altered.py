@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.analysis.simulation import Simulation, simulate
 from tests.analysis.published import read, write
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause
-from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.telling import findings
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from megaprof import simulate
-from megaprof.analysis.report.document import plain_number
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import analyze, plain_number
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.gpu import Peak

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
-from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.report import Document, TargetReport
 from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.evidence import KINDS
 from megaprof.analysis.report.text.sentences import BASES

@@ -26,8 +26,8 @@ from markupsafe import Markup
 
 from megaprof.analysis.report import drawn as drawings
 from megaprof.analysis.report import views
-from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
+from megaprof.analysis.report.report import Report
 from megaprof.analysis.report.text import causes, sentences, what_if, words
 from megaprof.formats.phrases import printable
 from megaprof.version import __version__

@@ -14,7 +14,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.report import diff as differences
 from megaprof.analysis.report import views
 from megaprof.analysis.report.diff import Diff
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.sentences import Finding

@@ -10,8 +10,8 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Stage
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.diff import Difference, StageDiff, TargetDiff
-from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.drawn import PHASES
+from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked, table
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.report.text.words import (

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from megaprof.analysis.report import diff as text
 from megaprof.analysis.report.diff import compare
-from megaprof.analysis.report.document import Document
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import Document, analyze
 from megaprof.analysis.report.terminal import show_diff
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import Unanswerable

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from tests.analysis.scenarios import Scenario, write
 
 EIGHT = (4,) * 8

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from megaprof.agents.server import of_change
-from megaprof.analysis.report.document import Report
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.what_if import costs_line, memory, name_of
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.what_if.changeable import Changeable, chosen, moved, split, stages_after, tried

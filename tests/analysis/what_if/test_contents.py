@@ -11,8 +11,7 @@ import pytest
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.analysis.simulation import Simulation, simulate
 from megaprof.analysis.what_if.contents import Held, fitted, split
 from megaprof.analysis.what_if.layouts import parse_layout
