@@ -4,6 +4,7 @@ recorders. It reads dumps, or the files that the ranks of a job wrote themselves
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints which ranks keep the job waiting. Raises Unanswerable if no dump can be read."""
     from megaprof.analysis.collectives.dumps import BadDump
     from megaprof.analysis.collectives.hang import hang_of
-    from megaprof.analysis.report.text.hang import in_words, sentences
+    from megaprof.analysis.report.text.notes import with_texts
+    from megaprof.analysis.report.text.sentences import hang_sentences
 
     warnings: list[str] = []
     if (arguments.dir / CONTROL).is_dir():
@@ -55,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         except BadDump as fault:
             raise Unanswerable(f"{arguments.dir}: {fault}") from None
     if arguments.json:
-        print_json(in_words(hang))
+        print_json(replace(hang, warnings=with_texts(hang.warnings)))
     else:
-        for line in (*(sentences(hang) if hang.ranks else ()), *warnings):
+        for line in (*(hang_sentences(hang) if hang.ranks else ()), *warnings):
             say(line)
     over = bool(hang.standstills) and all(each.outcome == "went_on" for each in hang.standstills)
     return UNWELL if hang.culprits or hang.unended or (warnings and not over) else 0

@@ -8,14 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
-from megaprof.analysis.report.text import hang as of_hang
+from megaprof.analysis.report.text.notes import with_texts
+from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.analysis.report.text.words import number, percent, ranks
 from megaprof.cli import FAILED, UNWELL, UsageError, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
@@ -167,7 +168,7 @@ def answer(view: View) -> StatusAnswer:
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=view.blame.culprits,
-        collectives=None if hang is None else of_hang.in_words(hang),
+        collectives=None if hang is None else replace(hang, warnings=with_texts(hang.warnings)),
         standstills=view.standstills,
         slow=view.slow,
         waits=dict(view.waits),
@@ -186,7 +187,7 @@ def in_words(view: View) -> list[str]:
     problems = [*filter(None, [verdict(view)]), *(f"! {clause}" for clause in waiting_clauses(view))]
     hang = _collectives(view)
     if hang is not None and (hang.culprits or hang.held_up or hang.unended):
-        problems += of_hang.sentences(hang)
+        problems += hang_sentences(hang)
     if view.state == "died":
         problems += ending_sentences(view)
     return [*_headline(view), *([""] if problems else []), *problems]

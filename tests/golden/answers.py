@@ -22,7 +22,6 @@ from msgspec import to_builtins
 from megaprof.analysis.collectives.dumps import BadDump
 from megaprof.analysis.collectives.hang import hang_of
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.report.text.hang import in_words
 from megaprof.cli.what_if import answer_to
 from tests.golden.inputs import HANGS, REPORTS, WHAT_IFS
 
@@ -49,7 +48,7 @@ def _answered(name: str, directory: Path) -> Any:
     ({**REPORTS, **HANGS}[report])(directory)
     try:
         if name in HANGS:
-            return to_builtins(in_words(hang_of(directory.iterdir())))
+            return to_builtins(hang_of(directory.iterdir()))
         found = analyze(directory, workers=1)
     except (NothingToReport, BadDump) as refusal:
         return {"refused": type(refusal).__name__}

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.collectives.hang import Hang, hang_of, hang_of_job
-from megaprof.analysis.report.text.hang import sentences
+from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.formats.flight import Entry, Flight
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.recorders import flight
@@ -82,7 +82,7 @@ def test_nobody_is_to_blame_for_what_all_have_called(schedule: PipelineSchedule,
     hang = found(ranks, 1, ring)
     assert hang.culprits == ()
     assert [(one.operation, one.number, one.ranks) for one in hang.unended] == [("all_reduce", 2, tuple(ranks))]
-    assert "No rank is to blame" in " ".join(sentences(hang))
+    assert "No rank is to blame" in " ".join(hang_sentences(hang))
 
 
 @pytest.mark.parametrize("stuck", range(4))
@@ -121,13 +121,13 @@ def test_a_dump_that_is_missing_or_cut(tmp_path: Path) -> None:
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content[:200] if rank == 2 else content)
     hang = hang_of(tmp_path.iterdir())
     assert (who(hang), hang.missing) == ([(2, "unreadable")], ())
-    said = " ".join(sentences(hang))
+    said = " ".join(hang_sentences(hang))
     assert "nccl_trace_rank_2" in said
     assert "left no dump" not in said
     (tmp_path / "nccl_trace_rank_2").unlink()
     hang = hang_of(tmp_path.iterdir())
     assert (who(hang), hang.missing) == ([(2, "no_dump")], (2,))
-    assert "Rank 2 (stage 2) left no dump" in " ".join(sentences(hang))
+    assert "Rank 2 (stage 2) left no dump" in " ".join(hang_sentences(hang))
 
 
 BOTH = Call((("send", 1), ("recv", 1)))
@@ -138,7 +138,7 @@ def test_two_ranks_that_wait_for_each_other_in_one_group(name: str) -> None:
     hang = found(run({0: [BOTH, Call(((name, 1),))], 1: [Call((("send", 0), ("recv", 0))), Call(((name, 0),))]}, {}))
     assert who(hang) == [(0, "crossed"), (1, "crossed")]
     assert [one.instead for one in hang.culprits] == [f"{name} 8 of PIPELINE_MODEL_PARALLEL_GROUP"] * 2
-    assert "another group" not in " ".join(sentences(hang))
+    assert "another group" not in " ".join(hang_sentences(hang))
 
 
 def in_one_group(*called: str | tuple[str, ...]) -> Hang:
@@ -172,7 +172,7 @@ def test_different_operations_of_one_group(other: str | tuple[str, ...], instead
     hang = in_one_group("all_reduce", other)
     assert {why for _, why in who(hang)} == {"differs"}
     assert next(one.instead for one in hang.culprits if one.rank == 1) == instead
-    assert "same group" in " ".join(sentences(hang))
+    assert "same group" in " ".join(hang_sentences(hang))
     hang = in_one_group("all_reduce", other, "all_reduce", "all_reduce")
     assert [(one.rank, one.why, one.instead, one.waiting) for one in hang.culprits] == [
         (1, "differs", instead, (0, 2, 3))
