@@ -363,13 +363,6 @@ class _Job:
 _Side = tuple[int | None, str, str, int | None]
 
 
-def _form(operation: Operation) -> tuple[object, ...]:
-    """Returns the properties of a collective that must be the same on all of its ranks."""
-    if operation.name not in _EVEN:
-        return (operation.name,)
-    return operation.name, tuple(math.prod(shape) for shape in operation.sizes), operation.dtypes
-
-
 def _words(operation: Operation) -> str:
     return " ".join([operation.name, *("x".join(map(str, shape)) for shape in operation.sizes)])
 
@@ -380,7 +373,8 @@ def _differing(job: _Job) -> Iterator[Culprit]:
     for calls in job.calls.values():
         by_form: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for rank, operation in calls.items():
-            by_form[_form(operation)].append(rank)
+            elements = *(math.prod(shape) for shape in operation.sizes), *operation.dtypes
+            by_form[(operation.name, *(elements if operation.name in _EVEN else ()))].append(rank)
         usual, second, *_ = *sorted(by_form.values(), key=len, reverse=True), []
         for ranks in by_form.values():
             others = second if ranks is usual else usual

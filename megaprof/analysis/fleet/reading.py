@@ -221,12 +221,8 @@ def read_fleet(
     return reading
 
 
-class _Steps(NamedTuple):
-    """The steps of one metadata record of a file."""
-
-    path: Path
-    metadata: Metadata
-    steps: npt.NDArray[Any]
+_Steps = tuple[Path, Metadata, npt.NDArray[Any]]
+"""A file, and the steps of one of its metadata records."""
 
 
 def _read_item(
@@ -239,9 +235,10 @@ def _read_item(
     steps_waiting = 0
     for number, paths in enumerate(item, 1):
         for part in _steps_in(paths, timelines, runs, reading):
-            key, coords = Key(part.metadata.target, part.metadata.role, part.metadata.sizes), part.metadata.coords
+            _, metadata, steps = part
+            key, coords = Key(metadata.target, metadata.role, metadata.sizes), metadata.coords
             waiting.setdefault((key, coords.pp, coords.tp), {}).setdefault(coords.rank, []).append(part)
-            steps_waiting += len(part.steps)
+            steps_waiting += len(steps)
         if steps_waiting >= _STEPS_AT_ONCE or number == len(item):
             for group, by_rank in waiting.items():
                 series = reading.series.setdefault(group[0], Series(widths.get(group[0][:2], 1)))
@@ -279,7 +276,7 @@ def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: 
             elif not (steps["duration"] > 0).any():
                 said = "it holds no times: the GPU was not done in time, or used streams out of step"
             else:
-                yield _Steps(path, metadata, steps)
+                yield path, metadata, steps
                 continue
             unusable = Note("skipped", files=(path.name,), said=said)
             reading.warnings += [unusable] * (unusable not in reading.warnings)
@@ -292,9 +289,9 @@ def numbers_of(calls: npt.NDArray[Any]) -> Integers:
 
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
     """Adds ranks of one stage, each with its steps, to their series. Returns those of their calls that count."""
-    read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
+    read = np.array([sum(len(steps) for *_, steps in parts) for parts in ranks])
     # Joins the steps as bytes; otherwise numpy looks at every field of every file.
-    pieces = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
+    pieces = [np.ascontiguousarray(steps).view(_BYTES) for parts in ranks for *_, steps in parts]
     all_calls = np.concatenate(pieces).view(format.STEP_TYPE)
     numbers, column = np.unique(numbers_of(all_calls), return_inverse=True)
     if len(ranks) * len(numbers) > 2 * len(all_calls) and len(ranks) > 1:  # few calls in common: most would be empty
@@ -312,7 +309,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
     is_long = there & (np.maximum(duration, compute) > STUCK_SECONDS * 1e6)
     for rank in np.flatnonzero(is_long.any(axis=1) | (ends["flags"] & format.FAILED > 0)).tolist():
         own = there[rank]
-        stood[rank, own], found = stood_still(calls[rank, own], compute[rank, own], ranks[rank][-1].metadata.coords)
+        stood[rank, own], found = stood_still(calls[rank, own], compute[rank, own], ranks[rank][-1][1].coords)
         series.stood += found
     # A step that the GPU did not finish in time was written without times.
     counts = there & (calls["flags"] & (format.FAILED | format.DISTURBED) == 0) & (duration > 0) & ~stood
@@ -330,7 +327,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
         (counts & (calls["flags"] & format.DEVICE_CLOCK > 0)).any(axis=1),
     )
     for parts, *facts in zip(ranks, *(column.tolist() for column in columns), strict=True):
-        metadata, files = parts[-1].metadata, tuple(dict.fromkeys(part.path for part in parts))
+        (_, metadata, _), files = parts[-1], tuple(dict.fromkeys(path for path, *_ in parts))
         series.ranks.append(RankRow(metadata.coords, metadata.host, files, *facts))
     pp = metadata.coords.pp
     bins = np.log(np.maximum(compute[counts], 1)) / np.log1p(BIN)
