@@ -21,7 +21,6 @@ from megaprof.analysis.fleet.levels import (
     Percentiles,
     Shift,
     SingleSteps,
-    drift,
     low_median,
     noise_of,
     relative_shifts,
@@ -111,8 +110,6 @@ class StepTimes:
     """Milliseconds, by bucket."""
     step_shifts: tuple[Shift, ...]
     """Changes of the level."""
-    drift: float | None
-    """Fraction by which steps became slower over the run; None if that may be chance."""
     single: SingleSteps
     """Single slow steps."""
 
@@ -245,7 +242,6 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
         step=Percentiles.of(longest) if len(longest) else None,
         step_ms=_plain(step_ms),
         step_shifts=tuple(map(exact, shifts(step_ms, step_ms, buckets, noise_of(step_ms[None])))),
-        drift=drift(step_ms),
         single=single_steps(steps, longest),
     )
 

@@ -223,29 +223,3 @@ def single_steps(steps: Integers, times: Floats) -> SingleSteps:
     gaps = np.diff(steps[slow])
     every = int(gaps[0]) if len(gaps) >= 2 and gaps[0] > 1 and (gaps == gaps[0]).all() else None
     return SingleSteps(len(slow), tuple(zip(steps[worst].tolist(), relative[worst].tolist(), strict=True)), every)
-
-
-def drift(values: Floats) -> float | None:
-    """Returns the fraction by which a series grows from beginning to end, without its first tenth; None if the growth
-    may be chance, or a single jump.
-
-    The fraction is the Theil-Sen slope, times the length of the series, over the median. A Mann-Kendall test must
-    confirm the growth on the whole series, by `SIGMAS`, and on both halves, by half of them.
-    """
-    places = np.flatnonzero(np.isfinite(values))
-    places = places[len(places) // 10 :]
-    n, times = len(places), values[places]
-    if n < 2 * LASTING_BUCKETS or (middle := float(np.median(times))) <= 0:
-        return None
-    whole, first, last = _trend(times), _trend(times[: n // 2]), _trend(times[n // 2 :])
-    if abs(whole) < SIGMAS or min(first, last, key=abs) * np.sign(whole) < SIGMAS / 2:
-        return None
-    i, j = np.triu_indices(n, 1)
-    return float(np.median((times[j] - times[i]) / (places[j] - places[i])) * (places[-1] - places[0])) / middle
-
-
-def _trend(values: Floats) -> float:
-    """Returns the Mann-Kendall statistic, in standard deviations."""
-    n = len(values)
-    i, j = np.triu_indices(n, 1)
-    return float(np.sign(values[j] - values[i]).sum() / np.sqrt(n * (n - 1) * (2 * n + 5) / 18))

@@ -11,7 +11,6 @@ from megaprof.analysis.fleet.levels import (
     Floats,
     Level,
     Shift,
-    drift,
     levels,
     low_median,
     noise_of,
@@ -92,13 +91,6 @@ def test_single_slow_steps_are_counted_and_no_level() -> None:
 
 def test_a_lasting_change_is_no_single_step() -> None:
     assert single_steps(np.arange(200), series((100, 100.0), (100, 300.0))).count == 0
-
-
-def test_a_slow_growth_is_a_drift_and_noise_is_none() -> None:
-    growing = series((200, 100.0)) * np.linspace(1, 1.3, 200)
-    assert drift(growing) == pytest.approx(0.25, abs=0.04)
-    assert drift(series((200, 100.0), noise=0.2)) is None
-    assert drift(series((120, 100.0), (80, 109.0))) is None  # one jump, too small for a change of level
 
 
 def test_medians_without_what_is_not_there() -> None:

@@ -227,12 +227,11 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
 
     These are measurements, which do not say why. ``job``: the directory in which a capture can be requested.
     """
-    found: list[tuple[bool, float, Finding]] = []
+    found: list[tuple[Shift, Finding]] = []
 
     def add(shift: Shift, kind: str, text: str, stage: int | None = None) -> None:
         command = None if stage is None else trigger(job, fleet.target, f"pp={stage}")
-        longer_ms = shift.after_ms - shift.before_ms
-        found.append((shift.until is not None, longer_ms, Finding(kind, "slow", text, command)))
+        found.append((shift, Finding(kind, "slow", text, command)))
 
     for stage in fleet.stages:
         for shift in (shift for shift in stage.shifts if shift.change > EXCESS):
@@ -241,7 +240,7 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
                 continue
             text = (
                 f"Stage {stage.pp} {'was' if shift.until is not None else 'has been'} {percent(shift.change)} slower "
-                f"{_when(fleet, shift.step, shift.until)}, compared with the other stages: most of its ranks compute "
+                f"{_when(fleet, shift)}, compared with the other stages: most of its ranks compute "
                 f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. While the "
                 "job runs, a capture shows why:"
             )
@@ -259,12 +258,8 @@ def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
     for shift in fleet.times.step_shifts:
         if shift.change > EXCESS:
             add(shift, "slow_step", f"The step {_went(fleet, shift)}.")
-    if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
-        drifted = percent(fleet.times.drift, sign=True)
-        text = f"Step times drift: they change by {drifted} from the first step to the last."
-        typical = fleet.times.step.p50 if fleet.times.step else 0.0
-        found.append((False, fleet.times.drift * typical, Finding("drift", "slow", text)))
-    return tuple(finding for _, _, finding in sorted(found, key=lambda entry: (entry[0], -entry[1])))
+    found.sort(key=lambda each: (each[0].until is not None, each[0].before_ms - each[0].after_ms))
+    return tuple(finding for _, finding in found)
 
 
 def run_notes(fleet: Fleet) -> Iterator[str]:
@@ -291,18 +286,17 @@ def run_notes(fleet: Fleet) -> Iterator[str]:
         yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
 
 
-def _when(fleet: Fleet, *ends: int | None) -> str:
-    """Returns from when to when. ``ends``: None for the first step, and if it still lasts."""
+def _when(fleet: Fleet, shift: Shift) -> str:
     about = "step" if fleet.width == 1 else "about step"
-    begin, end = (None if step is None else f"{about} {step}" for step in ends)
-    return f"since {begin or 'the first step'}" if end is None else f"from {begin or 'the first step'} to {end}"
+    since = f"{about} {shift.step}"
+    return f"since {since}" if shift.until is None else f"from {since} to {about} {shift.until}"
 
 
 def _went(fleet: Fleet, shift: Shift) -> str:
     verb = "took" if shift.until is not None else "has taken"
     return (
         f"{verb} {milliseconds(shift.after_ms)} instead of {milliseconds(shift.before_ms)} "
-        f"({percent(shift.change, sign=True)}) {_when(fleet, shift.step, shift.until)}"
+        f"({percent(shift.change, sign=True)}) {_when(fleet, shift)}"
     )
 
 
