@@ -19,9 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+import msgspec
+
 from megaprof.formats import inputs
 from megaprof.formats.inputs import Unreachable
-from megaprof.formats.phrases import Unanswerable, printable
+from megaprof.formats.phrases import Unanswerable, json_of, printable
 from megaprof.version import __version__
 
 #: The module of each command, and what the command does.
@@ -106,10 +108,6 @@ def say(line: str, file: TextIO | None = None) -> None:
 
 def print_json(answer: object) -> None:
     """Prints the answer of a command with ``--json``: a dataclass, a struct, or plain data."""
-    import msgspec
-
-    from megaprof.formats.phrases import json_of
-
     print(msgspec.json.format(json_of(answer), indent=2).decode())
 
 

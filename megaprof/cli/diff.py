@@ -7,15 +7,14 @@ import math
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megaprof.analysis.report.diff import Diff, bound_clause, compare
+from megaprof.analysis.report.report import Document, analyze
+from megaprof.analysis.report.text import words
+from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import UNWELL, add_input_option, print_json, say
-from megaprof.formats.inputs import Unreachable, place
+from megaprof.formats.inputs import Unreachable, place, read_input
 from megaprof.formats.phrases import Unanswerable
-
-if TYPE_CHECKING:
-    from megaprof.analysis.report.diff import Diff
-    from megaprof.analysis.report.report import Document
 
 EXAMPLES = (
     "megaprof diff traces-before traces-after",
@@ -61,9 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     bound: float | None = arguments.fail_above
     if bound is None:
         return 0
-    from megaprof.analysis.report.diff import bound_clause
-    from megaprof.analysis.report.text import words
-
     for target in diff.targets:
         say(f"megaprof diff: {words.title(target.target, target.role)}: {bound_clause(target, bound)}", sys.stderr)
     return UNWELL if any(target.slower_by(bound) for target in diff.targets) else 0
@@ -71,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def comparison(before: Path, after: Path) -> Diff:
     """Returns the comparison of two captures, or of the JSON files of their reports. Raises Unanswerable."""
-    from megaprof.analysis.report.diff import compare
-
     document_before, document_after = _report(before), _report(after)
     try:
         return compare(document_before, document_after)
@@ -81,10 +75,6 @@ def comparison(before: Path, after: Path) -> Diff:
 
 
 def _report(path: Path) -> Document:
-    from megaprof.analysis.report.report import Document, analyze
-    from megaprof.analysis.trace.reading import RECORDINGS
-    from megaprof.formats.inputs import read_input
-
     try:
         if path.is_file() and not path.name.endswith((*RECORDINGS, ".gz")):
             return Document.from_json(read_input(path))

@@ -6,15 +6,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megaprof.analysis.collectives.dumps import BadDump
+from megaprof.analysis.collectives.hang import Hang, hang_of
+from megaprof.analysis.report.text.notes import with_texts
+from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.cli import UNWELL, print_json, say
+from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
 from megaprof.control.directory import find_job
 from megaprof.formats.job import CONTROL
 from megaprof.formats.phrases import Unanswerable
-
-if TYPE_CHECKING:
-    from megaprof.analysis.collectives.hang import Hang
 
 EXAMPLES = (
     "megaprof hang traces   # the --profile-dir of a job that hangs",
@@ -41,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints which ranks keep the job waiting. Raises Unanswerable if no dump can be read."""
-    from megaprof.analysis.collectives.dumps import BadDump
-    from megaprof.analysis.collectives.hang import hang_of
-    from megaprof.analysis.report.text.notes import with_texts
-    from megaprof.analysis.report.text.sentences import hang_sentences
-
     warnings: list[str] = []
     if (arguments.dir / CONTROL).is_dir():
         hang, warnings = _of_job(arguments.dir, arguments.role)
@@ -71,8 +67,6 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     If their collectives show no culprit, the lines say where the job stands or stood still, as `megaprof status` and
     the report say it: torch does not record exchanges of gloo, and a rank may stand still in its own work.
     """
-    from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
-
     view = look_at(find_job(directory, role))
     hang = collectives(view)
     if hang.culprits or hang.unended:

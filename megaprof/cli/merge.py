@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megaprof.analysis.merge import MergeAnswer, merge
+from megaprof.analysis.trace.reading import NoSuchRun
 from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import of_several
-
-if TYPE_CHECKING:
-    from megaprof.analysis.merge import MergeAnswer
+from megaprof.parallel.selectors import OPTION, parse_selector
 
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
@@ -57,10 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> MergeAnswer:
     """Merges the step and ranks that the arguments choose into ``out``. Raises Unanswerable."""
-    from megaprof.analysis.merge import merge
-    from megaprof.analysis.trace.reading import NoSuchRun
-    from megaprof.parallel.selectors import OPTION, parse_selector
-
     try:
         ranks = None if arguments.ranks is None else parse_selector(arguments.ranks)
     except ValueError as mistake:

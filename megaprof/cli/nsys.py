@@ -8,15 +8,13 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaprof.autoload.ray import runtime_env
 from megaprof.cli import UsageError, say
 from megaprof.config.arguments import add_profile_args, config_from_args
+from megaprof.config.options import ProfileConfig
 from megaprof.recorders import nsys
-
-if TYPE_CHECKING:
-    from megaprof.config.options import ProfileConfig
 
 DESCRIPTION = """Print the 'nsys profile' command line for a configuration. Give it the same --profile-... options (or
 MEGAPROF_ variables) as the training. For example:

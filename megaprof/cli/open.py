@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
+from megaprof.analysis.merge import is_merged
 from megaprof.cli import say
 from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import local_copy, open_input
@@ -48,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merges the step, unless the file is merged already, and waits until the page has fetched it."""
-    from megaprof.analysis.merge import is_merged
-
     if arguments.dir.is_file() and is_merged(arguments.dir):
         _hand_over(local_copy(arguments.dir))
         return 0

@@ -8,20 +8,18 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, Report, analyze
+from megaprof.analysis.report.text.sentences import standstill_findings
+from megaprof.analysis.trace.reading import Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
+from megaprof.cli.look import last_stand
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import place, read_input
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
-
-if TYPE_CHECKING:
-    from megaprof.analysis.report.report import Report
-    from megaprof.analysis.trace.reading import Workers
-
 
 #: What a file holds, by the option that names it, if it is an older report, which may be overwritten.
 _MARKS = {"--json": ('"version"', '"targets"'), "--html": ("<!DOCTYPE html>", "<title>megaprof: ")}
@@ -131,10 +129,6 @@ def report_directory(
 def report_on(directory: Path, number: int | None = None, workers: Workers | None = None) -> Report:
     """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises Unanswerable, and
     UsageError if there is no such run."""
-    from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
-    from megaprof.analysis.report.text.sentences import standstill_findings
-    from megaprof.cli.look import last_stand
-
     # The status files are next to the others, on a file system of this machine.
     last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
     try:

@@ -6,16 +6,17 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megaprof.analysis.report.report import Report, TargetReport
+from megaprof.analysis.report.text.what_if import AS_CAPTURED, name_of, notes_on, times_as_fast
+from megaprof.analysis.report.text.words import number, percent, title, within
+from megaprof.analysis.what_if.changeable import Changeable, chosen, stages_after
 from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.cli import UsageError, add_input_option, print_json, say
+from megaprof.cli.report import report_on
 from megaprof.formats.inputs import place
 from megaprof.formats.phrases import Unanswerable
-
-if TYPE_CHECKING:
-    from megaprof.analysis.report.report import Report, TargetReport
-    from megaprof.analysis.what_if.changeable import Changeable
 
 EXAMPLES = (
     "megaprof what-if traces --layout 5,3",
@@ -79,8 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predicts, and prints lines or JSON. Raises Unanswerable, and UsageError for a change that cannot be chosen."""
-    from megaprof.cli.report import report_on
-
     report = report_on(arguments.dir, arguments.run)
     answer = answer_to(report, {name: getattr(arguments, name) for name in CHOICES}, arguments.target, arguments.role)
     if arguments.json:
@@ -96,10 +95,6 @@ def answer_to(
 ) -> WhatIfAnswer:
     """Returns the prediction of `changeable.chosen` for a target of a report. Raises Unanswerable, and UsageError for a
     change that has no prediction."""
-    from megaprof.analysis.report.text.what_if import name_of, notes_on
-    from megaprof.analysis.what_if.changeable import chosen, stages_after
-    from megaprof.analysis.what_if.layouts import options_of
-
     target_report, changeable = _find_target(report, target, role)
     try:
         choice = chosen(changeable, choices)
@@ -143,9 +138,6 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 
 
 def in_words(answer: WhatIfAnswer) -> list[str]:
-    from megaprof.analysis.report.text.what_if import AS_CAPTURED, times_as_fast
-    from megaprof.analysis.report.text.words import number, percent, title, within
-
     prediction = answer.prediction
     verdict = "probably " * prediction.speedup.holds(1.0) + ("faster" if prediction.speedup.value > 1.0 else "slower")
     step = f"{within(prediction.step_ms)} ms instead of {number(answer.measured_ms)} ms"
