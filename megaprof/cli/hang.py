@@ -7,7 +7,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.analysis.collectives.dumps import BadDump
 from megaprof.analysis.collectives.hang import Hang, hang_of
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import hang_sentences
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
         except OSError as fault:
             raise Unanswerable(f"{arguments.dir} cannot be read: {fault.strerror or fault}") from None
-        except BadDump as fault:
+        except Unanswerable as fault:
             raise Unanswerable(f"{arguments.dir}: {fault}") from None
     if arguments.json:
         print_json(replace(hang, warnings=with_texts(hang.warnings)))

@@ -85,8 +85,7 @@ def test_an_input_that_cannot_answer_is_one_line_and_exit_code_1(tmp_path, conte
 
 
 def test_ctrl_c_is_said(tmp_path, monkeypatch, capsys):
-    from megaprof.analysis.report import report
-    from megaprof.cli import main
+    from megaprof.cli import main, report
 
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt

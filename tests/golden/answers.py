@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from megaprof.analysis.collectives.dumps import BadDump
 from megaprof.analysis.collectives.hang import hang_of
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.cli.what_if import answer_to
+from megaprof.formats.phrases import Unanswerable
 from tests.golden.inputs import HANGS, REPORTS, WHAT_IFS
 
 EXPECTED = Path(__file__).with_suffix("")
@@ -50,7 +50,7 @@ def _answered(name: str, directory: Path) -> Any:
         if name in HANGS:
             return to_builtins(hang_of(directory.iterdir()))
         found = analyze(directory, workers=1)
-    except (NothingToReport, BadDump) as refusal:
+    except Unanswerable as refusal:
         return {"refused": type(refusal).__name__}
     choices = dict.fromkeys(("layout", "chunks", "microbatches", "p2p", "tokens", "packing"), "")
     return to_builtins(answer_to(found, choices | change)) if change else found.to_json()

@@ -21,14 +21,11 @@ import msgspec
 
 from megaprof.analysis.trace.groups import ranks_of
 from megaprof.formats.flight import EXCHANGE, Entry, Flight, settled
+from megaprof.formats.phrases import Unanswerable
 
 #: A recorder holds a few thousand entries of about 1 kB each, with their frames.
 _LARGEST_BYTES = 1 << 28
 _NAME = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?")
-
-
-class BadDump(ValueError):
-    """The file is not a readable dump. The message says why, on one line."""
 
 
 @dataclass(frozen=True)
@@ -111,28 +108,28 @@ def rank_of(path: Path) -> int | None:
 
 
 def read_dump(path: Path) -> Dump:
-    """Returns the dump in a file. Raises BadDump and OSError."""
+    """Returns the dump in a file. Raises Unanswerable and OSError."""
     rank = rank_of(path)
     if rank is None:
-        raise BadDump("its name does not end in a rank")
+        raise Unanswerable("its name does not end in a rank")
     if path.stat().st_size > _LARGEST_BYTES:
-        raise BadDump(f"it has more than {_LARGEST_BYTES >> 20} MiB")
+        raise Unanswerable(f"it has more than {_LARGEST_BYTES >> 20} MiB")
     content = path.read_bytes()
     try:
         decoded = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
         flight = msgspec.convert(decoded, Flight, strict=False)
     except Exception as fault:  # a hostile pickle may raise anything
-        raise BadDump(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
+        raise Unanswerable(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
     return dump_of(rank, flight)
 
 
 def dump_of(rank: int, flight: Flight) -> Dump:
-    """Returns the dump of ``rank`` from what its flight recorder holds. Raises BadDump."""
+    """Returns the dump of ``rank`` from what its flight recorder holds. Raises Unanswerable."""
     groups: dict[str, Group] = {}
     for name, config in flight.pg_config.items():
         if name:
             if (ranks := ranks_of(config.ranks)) is None:
-                raise BadDump(f"a group has the ranks {config.ranks[:40]!r}")
+                raise Unanswerable(f"a group has the ranks {config.ranks[:40]!r}")
             groups[name] = Group(config.desc, ranks)
     called: defaultdict[str, int] = defaultdict(int)
     exchanging = set()
@@ -165,7 +162,7 @@ def _operation(rank: int, entry: Entry, group: Group, exchange: re.Match[str] | 
     if exchange is not None:
         name, index = exchange["what"], int(exchange["peer"])
         if index >= len(group.ranks):
-            raise BadDump(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
+            raise Unanswerable(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
         peer = group.ranks[index]
     return Operation(
         rank,

@@ -23,10 +23,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
+from megaprof.analysis.collectives.dumps import Dump, Group, Operation, dump_of, rank_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import Standing, Standstill
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.peers import Waits
 
 #: Collectives that have the same size on all ranks. In an all-to-all, a gather or a scatter, sizes may differ.
@@ -114,7 +115,7 @@ class Hang:
 
 def hang_of(paths: Iterable[Path]) -> Hang:
     """Returns who keeps a job waiting, from the dumps among ``paths``. Ignores files whose names end in no rank, and
-    warns of those that cannot be read. Raises BadDump if no file is a dump."""
+    warns of those that cannot be read. Raises Unanswerable if no file is a dump."""
     dumps: dict[int, Dump] = {}
     warnings = []
     files: dict[int, str] = {}
@@ -123,7 +124,7 @@ def hang_of(paths: Iterable[Path]) -> Hang:
             continue
         try:
             dump = read_dump(path)
-        except (BadDump, OSError) as fault:
+        except (Unanswerable, OSError) as fault:
             warnings.append(Note("dump_unreadable", files=(path.name,), ranks=(rank,), said=str(fault)))
             continue
         if rank in dumps:
@@ -132,7 +133,7 @@ def hang_of(paths: Iterable[Path]) -> Hang:
             dumps[rank], files[rank] = dump, path.name
     if not dumps:
         unread = [f"{note.files[0]} is no dump that can be read: {note.said}" for note in warnings]
-        raise BadDump("; ".join(unread) or "no file here is a dump of torch's flight recorder")
+        raise Unanswerable("; ".join(unread) or "no file here is a dump of torch's flight recorder")
     return hang(dumps, warnings)
 
 
@@ -143,7 +144,7 @@ def hang_of_job(flights: Mapping[int, Flight], waits_for: Mapping[int, int]) -> 
     for rank, flight in sorted(flights.items()):
         try:
             dumps[rank] = dump_of(rank, flight)
-        except BadDump as fault:
+        except Unanswerable as fault:
             warnings.append(Note("dump_unreadable", ranks=(rank,), said=str(fault)))
     return hang(dumps, warnings, waits_for)
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megaprof.analysis.collectives.dumps import BadDump, read_dump
+from megaprof.analysis.collectives.dumps import read_dump
 from megaprof.analysis.collectives.hang import Hang, hang_of
 from megaprof.cli import main
+from megaprof.formats.phrases import Unanswerable
 from megaprof.testing import init_distributed, run_ranks
 from tests.cli.running import check
 
@@ -237,7 +238,7 @@ def test_hostile_files_run_nothing_and_get_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], held: bytes
 ) -> None:
     (tmp_path / "rank_0").write_bytes(held)
-    with pytest.raises(BadDump):
+    with pytest.raises(Unanswerable):
         read_dump(tmp_path / "rank_0")
     assert main(["hang", str(tmp_path)]) == 1
     printed = capsys.readouterr()
