@@ -14,9 +14,8 @@ numbers matters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 from megaprof.parallel.topology import AXES, ParallelSizes, Place, WorldLayout
 
@@ -59,8 +58,14 @@ class Selector:
         """Returns all selected global ranks of a world, ascending; None for a selection by coordinates whose layout is
         unknown. For reports; a rank asks `selects` about itself."""
         if self.rank_spans is not None:
-            return _clip(self.rank_spans, sizes.world)
-        return None if layout is None else sorted(self._matches(layout))
+            return [rank for first, last in self.rank_spans for rank in range(first, min(last + 1, sizes.world))]
+        if layout is None:
+            return None
+        ranks = list(range(layout.sizes.world))
+        for axis, spans in self.axes:
+            stride, size = layout.strides[axis], getattr(layout.sizes, axis)
+            ranks = [rank for rank in ranks if _holds(spans, rank // stride % size)]
+        return ranks
 
     def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None, *, option: str = OPTION) -> None:
         """Raises a ValueError that names `option` unless every rank and coordinate exists and some rank is selected.
@@ -82,26 +87,11 @@ class Selector:
                 noun = "stage" if axis == "pp" else "rank"
                 existing = f"{noun}s 0..{size - 1}" if size > 1 else f"{noun} 0 only"
                 raise ValueError(f"{option}: {axis}={highest} in '{self}' does not exist; {axis} has {existing}")
-        if layout is not None and next(self._matches(layout), None) is None:
+        if layout is not None and not self.ranks(sizes, layout):
             raise ValueError(
                 f"{option}: '{self}' selects no rank at all: no rank has these coordinates together "
                 f"(tp={sizes.tp} pp={sizes.pp} cp={sizes.cp} ep={sizes.ep} dp={sizes.dp}, order {layout.order})"
             )
-
-    def _matches(self, layout: WorldLayout) -> Iterator[int]:
-        sizes, strides = layout.sizes, layout.strides
-        spans_by_axis = dict(self.axes)
-        # tp, cp, dp and pp identify every rank, so only ep has to be checked rank by rank.
-        offsets = [
-            [value * strides[axis] for value in _clip(spans_by_axis.get(axis), getattr(sizes, axis))]
-            for axis in ("pp", "dp", "cp", "tp")
-        ]
-        ranks = map(sum, product(*offsets))
-        if "ep" not in spans_by_axis:
-            yield from ranks
-            return
-        stride, size, allowed_positions = strides["ep"], sizes.ep, set(_clip(spans_by_axis["ep"], sizes.ep))
-        yield from (rank for rank in ranks if rank // stride % size in allowed_positions)
 
 
 ALL = Selector()
@@ -171,13 +161,6 @@ def _merge(spans: Iterable[tuple[int, int]]) -> Spans:
 
 def _holds(spans: Spans, number: int) -> bool:
     return any(first <= number <= last for first, last in spans)
-
-
-def _clip(spans: Spans | None, size: int) -> list[int]:
-    """Returns the numbers of the spans below `size`; all of them if there is no constraint."""
-    if spans is None:
-        return list(range(size))
-    return [number for first, last in spans for number in range(first, min(last + 1, size))]
 
 
 def spans_of(numbers: Iterable[int]) -> Spans:
