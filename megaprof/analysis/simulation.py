@@ -23,10 +23,11 @@ evaluated one after another, each with a few numpy calls over its nodes and over
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import inf, isfinite, prod
+from itertools import product
+from math import inf, isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -171,21 +172,37 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
     """
     if rendezvous and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
-    nodes = _Nodes(schedule)
-    edges = nodes.edges(rendezvous=rendezvous)
-    inputs, input_counts = _neighbours(edges[1], edges[0], nodes.count)
-    inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
-    rows, levels = _levelled(input_counts, _neighbours(*edges, nodes.count)[0])
-    passes = nodes.passes.ravel()
+    # The nodes are numbered: first the stages' entries, then all passes, then all transfers.
+    stages, chunks, kinds, microbatches = schedule.stages, schedule.chunks, schedule.kinds, schedule.microbatches
+    first_transfer = stages * (1 + chunks * len(kinds) * microbatches)
+
+    def node(stage: int, pass_id: PassId) -> int:
+        position = (stage * chunks + pass_id.chunk) * len(kinds) + kinds.index(pass_id.kind)
+        return stages + position * microbatches + pass_id.microbatch
+
+    needed, links = list[int](), list[int]()  # by transfer: the pass that needs its data, and the link that it takes
+    for stage, chunk, kind in product(range(stages), range(chunks), kinds):
+        source = schedule.placement.producer(kind, stage, chunk)
+        if source is not None and source[0] != stage:
+            low, high = sorted((source[0], stage))
+            begin = node(stage, PassId(kind, chunk, 0))
+            needed += range(begin, begin + microbatches)
+            links += [low if high == low + 1 else high] * microbatches
+    count, transfer_of = first_transfer + len(needed), {needing: first_transfer + n for n, needing in enumerate(needed)}
+    edges = _edges(schedule, node, transfer_of, rendezvous=rendezvous)
+    inputs, input_counts = _neighbours(edges[1], edges[0], count)
+    inputs = np.where(inputs < count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
+    rows, levels = _levelled(input_counts, _neighbours(*edges, count)[0])
+    passes = slice(stages, first_transfer)
     return Replay(
         schedule,
         rendezvous,
         tuple((begin, begin + len(level), rows[inputs[: input_counts[level].max(), level]]) for begin, level in levels),
         rows[passes],
         rows[inputs[: input_counts[passes].max(), passes]],
-        rows[nodes.last],
-        rows[nodes.transfers],
-        nodes.links,
+        rows[[node(stage, turns(schedule, stage)[-1][-1]) for stage in range(stages)]],
+        rows[first_transfer:],
+        np.array(links, dtype=np.intp),
     )
 
 
@@ -215,67 +232,38 @@ def rescheduled(replay: Replay, chunks: int, microbatches: int) -> Replay:
 _Places = npt.NDArray[np.intp]
 
 
-class _Nodes:
-    """The nodes of a schedule while it is compiled: first the stages' entries, then all passes, then all transfers."""
+def _edges(
+    schedule: PipelineSchedule, node: Callable[[int, PassId], int], transfer_of: Mapping[int, int], *, rendezvous: bool
+) -> tuple[_Places, _Places]:
+    """Returns nodes, and for each of them a node that waits for it. The passes of a stage, and what it begins between
+    them, wait for the pass before and for the transfers that the stage has waited for since. A transfer waits for its
+    sender to begin it and, if exchanges are a ``rendezvous``, for its receiver too.
 
-    def __init__(self, schedule: PipelineSchedule) -> None:
-        self.schedule, stages, kinds = schedule, schedule.stages, schedule.kinds
-        shape = stages, schedule.chunks, len(kinds), schedule.microbatches
-        self.passes = stages + np.arange(prod(shape)).reshape(shape)
-        """The node of each pass, [stage, chunk, kind, microbatch]."""
-        self._kind = {kind: number for number, kind in enumerate(kinds)}
-        made, needed, links = [_NONE], [_NONE], [_NONE]
-        for stage, chunk, kind in np.ndindex(shape[:3]):
-            source = schedule.placement.producer(kinds[kind], stage, chunk)
-            if source is not None and source[0] != stage:
-                low, high = sorted((source[0], stage))
-                made.append(self.passes[source[0], source[1], kind])
-                needed.append(self.passes[stage, chunk, kind])
-                links.append(np.full(schedule.microbatches, low if high == low + 1 else high))
-        self._made, self._needed, self.links = map(np.concatenate, (made, needed, links))
-        """For each transfer: the pass that makes its data, the pass that needs them, and the link that it takes."""
-        self.last = np.array([self._node(stage, turns(schedule, stage)[-1][-1]) for stage in range(stages)])
-        """The node of the last pass of each stage, [stage]."""
-        first_transfer = stages + self.passes.size
-        self.transfers = first_transfer + np.arange(len(self.links))
-        self.count = first_transfer + len(self.links)
-
-    def edges(self, *, rendezvous: bool) -> tuple[_Places, _Places]:
-        """Returns nodes, and for each of them a node that waits for it. The passes of a stage, and what it begins
-        between them, wait for the pass before and for the transfers that the stage has waited for since. A transfer
-        waits for its sender to begin it and, if exchanges are a ``rendezvous``, for its receiver too."""
-        transfer_of = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
-        edges: list[tuple[int, int]] = []
-        for stage in range(self.schedule.stages):
-            awaited, before = [stage], None
-            for step in stage_program(self.schedule, stage):
-                if isinstance(step, PassId):
-                    node = self._node(stage, step)
-                    edges += [(earlier, node) for earlier in awaited]
-                    awaited, before = [node], None
-                    continue
-                is_wait, transfers = (True, step.transfers) if isinstance(step, Wait) else (False, step)
-                counted = [
-                    transfer_of[self._node(receiver, which)]
-                    for _, receiver, which in transfers.transfers(stage, self.schedule.stages)
-                    if rendezvous or (receiver == stage) == is_wait
-                ]
-                if not is_wait:
-                    edges += [(earlier, transfer) for transfer in counted for earlier in awaited]
-                elif rendezvous and transfers == before:  # which wait for what the stage has waited for
-                    awaited = counted
-                else:
-                    awaited = awaited + counted
-                before = transfers
-        sources, targets = np.array(edges).T
-        return sources, targets
-
-    def _node(self, stage: int, pass_id: PassId) -> int:
-        position = (stage * self.schedule.chunks + pass_id.chunk) * len(self._kind) + self._kind[pass_id.kind]
-        return self.schedule.stages + position * self.schedule.microbatches + pass_id.microbatch
-
-
-_NONE = np.empty(0, dtype=np.intp)
+    ``node``: the node of a pass on a stage. ``transfer_of``: the node of a transfer, by that of the pass that needs it.
+    """
+    edges: list[tuple[int, int]] = []
+    for stage in range(schedule.stages):
+        awaited, before = [stage], None
+        for step in stage_program(schedule, stage):
+            if isinstance(step, PassId):
+                edges += [(earlier, node(stage, step)) for earlier in awaited]
+                awaited, before = [node(stage, step)], None
+                continue
+            is_wait, transfers = (True, step.transfers) if isinstance(step, Wait) else (False, step)
+            counted = [
+                transfer_of[node(receiver, which)]
+                for _, receiver, which in transfers.transfers(stage, schedule.stages)
+                if rendezvous or (receiver == stage) == is_wait
+            ]
+            if not is_wait:
+                edges += [(earlier, transfer) for transfer in counted for earlier in awaited]
+            elif rendezvous and transfers == before:  # which wait for what the stage has waited for
+                awaited = counted
+            else:
+                awaited = awaited + counted
+            before = transfers
+    sources, targets = np.array(edges).T
+    return sources, targets
 
 
 def _neighbours(nodes: _Places, other_ends: _Places, count: int) -> tuple[_Places, _Places]:
