@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megaprof.analysis.report.text.words import number, percent
 from megaprof.analysis.samples import CERTAIN
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
-from megaprof.analysis.trace.groups import COMPUTE, USES, ByName, axis_of, ranks_of
+from megaprof.analysis.trace.groups import COMPUTE, USES, axis_of, ranks_of, use_by_name
 from megaprof.analysis.trace.intervals import Intervals, difference, intervals, owners, total, union
 from megaprof.analysis.trace.steps import unfed
 
@@ -139,18 +140,18 @@ def recordings_in(path: Path, events: KinetoEvents | Mapping[int, Events]) -> tu
 
 def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | None, rank_from: str) -> Recording:
     """Returns the recording of one process. ``step``: what the names of steps look like."""
-    gpu, _, on_gpu = activities(events, None)
+    gpu, _ = activities(events, None)
     host = events.take(ANNOTATION), events.take(OPERATOR)
     launched = events.meant(lambda name: name[len("nccl:") :] if name.startswith("nccl:") else None, *host)
     spans = intervals((start, end) for _, start, end in launched)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-    by_name = ByName()
+    by_name = cache(use_by_name)
     rows = np.flatnonzero(gpu.use != COMPUTE)
-    columns = on_gpu.name[gpu.row[rows]], on_gpu.said[gpu.row[rows]], owners(gpu.launched[rows], spans)
+    columns = gpu.name[rows], gpu.said[rows], owners(gpu.launched[rows], spans)
     for place, name_row, said_row, owner in zip(rows.tolist(), *(each.tolist() for each in columns), strict=True):
         name, said = events.names[name_row], events.said[said_row]
         named = said.collective or (launched[owner][0] if owner >= 0 else None)
-        communication[_operation(name, named), _group(said, by_name[name])].append(place)
+        communication[_operation(name, named), _group(said, by_name(name))].append(place)
     steps: list[tuple[re.Match[str], int, int]] = []
     for match, start, end in events.meant(step.fullmatch, *host):
         if not steps or start >= steps[-1][2]:
@@ -181,7 +182,7 @@ def _operation(kernel: str, named: str | None) -> str:
 
 
 def _group(said: Said, use: int) -> Group:
-    """Returns the group that a kernel names, or that its ``use`` by name implies (`groups.ByName`)."""
+    """Returns the group that a kernel names, or that its ``use`` by name implies (`groups.use_by_name`)."""
     axis = USES[use] if use > COMPUTE else None
     ranks = (ranks_of(said.ranks or "") or ())[:_MOST_RANKS] or None
     description = said.description if said.description not in (None, *_UNNAMED) else None

@@ -13,6 +13,8 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable
-from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, ByName
+from megaprof.analysis.trace.groups import COMMUNICATES, COMPUTE, use_by_name
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.inputs import fits, unpacked
 
@@ -85,14 +87,6 @@ class Columns:
     def rows(self, chosen: npt.NDArray[Any]) -> Columns:
         """Returns the events that ``chosen`` selects."""
         return Columns(*(column[chosen] if len(column) else column for column in vars(self).values()))
-
-
-class Numbered(dict[Any, int]):
-    """Numbers each key when it is first asked for."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = number = len(self)
-        return number
 
 
 _NAME, _START, _DURATION, _PLACE = attrgetter("name"), attrgetter("ts"), attrgetter("dur"), attrgetter("pid", "tid")
@@ -185,8 +179,10 @@ class KinetoEvents(Events):
         super().__init__()
         self.processes: set[str] = set()
         """The names that processes have."""
-        self._numbers, self._places, self._words = Numbered(), Numbered(), Numbered({Said(): 0})
-        self._uses = ByName()
+        # Each key is numbered when it is first asked for.
+        self._numbers, self._places = defaultdict[str, int](count().__next__), defaultdict[Any, int](count().__next__)
+        self._words = defaultdict[Any, int](count(1).__next__, {Said(): 0})
+        self._use_of = cache(use_by_name)
         self._wanted = columns
         self._collected: defaultdict[str, dict[str, array[Any]]] = defaultdict(dict)
         self._rows = 0
@@ -257,8 +253,8 @@ class KinetoEvents(Events):
         if column == "thread":
             return map(self._places.__getitem__, map(_PLACE, events))
         if column == "said":
-            uses, words = self._uses, self._words
-            return [0 if uses[event.name] == COMPUTE else words[_SAID(event)] for event in events]
+            use_of, words = self._use_of, self._words
+            return [0 if use_of(event.name) == COMPUTE else words[_SAID(event)] for event in events]
         values = [*map(attrgetter(f"args.{column}"), events)]
         try:
             return array("q", values)

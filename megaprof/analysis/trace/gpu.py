@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents
-from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, ByName, is_parallel, use_of
+from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, is_parallel, use_by_name, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
 
@@ -53,8 +53,10 @@ class Activities:
     pipeline."""
     node: npt.NDArray[np.int64]
     """The CUDA graph node that each activity ran, as `formats.ranges` counts them; 0 if no graph launched it."""
-    row: npt.NDArray[np.int64]
-    """The place of each activity in the order of reading."""
+    name: npt.NDArray[np.int32]
+    """Their names, as indices into `Events.names`."""
+    said: npt.NDArray[np.int32]
+    """What they, or the operators around their launches, say about a collective, as indices into `Events.said`."""
     impossible: int = 0
     """The number of activities that were left out because their times are impossible."""
     shortened: int = 0
@@ -79,17 +81,15 @@ class Launches:
     """The number of kernels in the trace that name no call."""
 
 
-def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Columns]:
-    """Returns the activities of a GPU, the calls that launched them, and the events that are the activities, in the
-    order of `Activities.row`. These say about a collective what they or the operator around their launch say. ``sizes``
-    has the number of ranks of each axis; None if they are unknown."""
+def activities(events: Events, sizes: object) -> tuple[Activities, Launches]:
+    """Returns the activities of a GPU, and the calls that launched them. ``sizes`` has the number of ranks of each
+    axis; None if they are unknown."""
     kernels, copies, calls = events.take(KERNEL), events.take(*COPIES), events.take(*LAUNCHES)
     on_gpu = Columns.joined([kernels, copies])
     kernel = np.arange(len(on_gpu)) < len(kernels)
     # RCCL's kernels say nothing, nor do the copies of a collective that a copy engine runs.
     on_gpu = replace(on_gpu, said=np.where(on_gpu.said > 0, on_gpu.said, events.said_around(on_gpu)))
-    uses = ByName()
-    by_name = np.array([uses[name] for name in events.names], dtype=np.int8)[on_gpu.name]
+    by_name = np.array([*map(use_by_name, events.names)], dtype=np.int8)[on_gpu.name]
     by_group = np.array([use_of(said.description, sizes) for said in events.said], dtype=np.int8)[on_gpu.said]
     # In a group of one rank, such copies are only local. An older Kineto writes the correlation as the external id if
     # there was no operator.
@@ -127,13 +127,14 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches, Col
         kernel=kernel[order],
         pairwise=(by_name == BY_GROUP_PAIRWISE)[order],
         node=on_gpu.node[order],
-        row=order,
+        name=on_gpu.name[order],
+        said=on_gpu.said[order],
         impossible=int((~possible).sum()) + sum(events.impossible[category] for category in (KERNEL, *COPIES)),
         shortened=int((ends < spans[order, 1]).sum()),
     )
     starts = calls.rows(events.named(calls, is_start))
     times, answered = starts.spans[:, 0] + events.base, np.isin(starts.correlation, correlation)
-    return gpu, Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlation <= 0)).sum())), on_gpu
+    return gpu, Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlation <= 0)).sum()))
 
 
 def is_start(name: str) -> bool:

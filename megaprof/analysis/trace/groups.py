@@ -81,19 +81,14 @@ _PAIRWISE = ("sendrecv", "alltoall")
 BY_GROUP, BY_GROUP_PAIRWISE = -1, -2
 
 
-class ByName(dict[str, int]):
-    """Maps an activity's name to an index into `USES`, or to `BY_GROUP` or `BY_GROUP_PAIRWISE` if its group decides.
-    Computed once per name."""
-
-    def __missing__(self, name: str) -> int:
-        use = COMPUTE
-        for pattern, axis in _AXIS_OF_KERNEL:
-            if pattern.search(name):
-                pairwise = any(part in name.lower() for part in _PAIRWISE)
-                use = USES.index(axis) if axis else BY_GROUP_PAIRWISE if pairwise else BY_GROUP
-                break
-        self[name] = use
-        return use
+def use_by_name(name: str) -> int:
+    """Returns the use of an activity with this name, as an index into `USES`, or `BY_GROUP` or `BY_GROUP_PAIRWISE` if
+    its group decides."""
+    for pattern, axis in _AXIS_OF_KERNEL:
+        if pattern.search(name):
+            pairwise = any(part in name.lower() for part in _PAIRWISE)
+            return USES.index(axis) if axis else BY_GROUP_PAIRWISE if pairwise else BY_GROUP
+    return COMPUTE
 
 
 def ranks_of(text: str) -> tuple[int, ...] | None:

@@ -17,11 +17,11 @@ import shutil
 import sqlite3
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events, Numbered
+from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, within
@@ -118,86 +118,59 @@ def exported(path: Path) -> Path:
 
 
 class Tables:
-    """The plain tables of one file. Every method raises Undecodable if something cannot be read."""
+    """The plain tables of one file, inside `opened`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        with _as_undecodable():
-            table_rows = connection.execute(
-                "SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000"
-            ).fetchall()
+        tables = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000").fetchall()
         self._plain = {
-            name for name, sql in table_rows if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
+            name for name, sql in tables if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
         }
-        self._columns: dict[str, frozenset[str]] = {}
-
-    def columns(self, table: str) -> frozenset[str]:
-        """Returns the names of a table's columns; none if there is no such plain table."""
-        if table not in self._columns:
-            table_columns: list[Any] = []
-            if table in self._plain:
-                with _as_undecodable():
-                    table_columns = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
-            if any(row[6] in _COMPUTED for row in table_columns):
-                raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
-            self._columns[table] = frozenset(str(row[1]) for row in table_columns)
-        return self._columns[table]
 
     def has(self, table: str, *columns: str) -> bool:
-        """Returns whether there is such a plain table, with these columns."""
-        return bool(names := self.columns(table)) and names.issuperset(columns)
+        """Returns whether there is such a plain table, with these columns. Raises Undecodable if it computes some."""
+        if table not in self._plain:
+            return False
+        of_table = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
+        if any(row[6] in _COMPUTED for row in of_table):
+            raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
+        return {str(row[1]) for row in of_table}.issuperset(columns)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
         most_rows = most_bytes() // _ROW_BYTES
-        with _as_undecodable():
-            for number, row in enumerate(self._connection.execute(query, values)):
-                if number >= most_rows:
-                    raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
-                yield row
+        for number, row in enumerate(self._connection.execute(query, values)):
+            if number >= most_rows:
+                raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
+            yield row
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Tables]:
-    """Opens ``path``. Raises Undecodable, and OSError if it cannot be read."""
+    """Opens ``path``. Raises Undecodable, also for a fault of SQLite's in its block, and OSError if it cannot be
+    read."""
     local_path = local_copy(path)
     with open_input(local_path) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Undecodable("it is no SQLite file")
-        size = file.seek(0, 2)
-    with _as_undecodable():
-        connection = sqlite3.connect(local_path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
-    deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND
-    with closing(connection):
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
-        connection.text_factory = lambda text: text.decode("utf-8", "replace")
-        if hasattr(connection, "setlimit"):  # from Python 3.11
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        with _as_undecodable():
+        deadline = time.monotonic() + _SECONDS + file.seek(0, 2) / _BYTES_A_SECOND
+    try:
+        uri = local_path.absolute().as_uri() + "?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
+            if hasattr(connection, "setlimit"):  # from Python 3.11
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
                 connection.execute(f"PRAGMA {pragma}")
-        yield Tables(connection)
-
-
-@contextmanager
-def _as_undecodable() -> Iterator[None]:
-    """Turns a fault of SQLite's into Undecodable, with a message of one line."""
-    try:
-        yield
-    except sqlite3.OperationalError as fault:
-        if "interrupted" in str(fault):
-            raise Undecodable("reading it takes longer than any healthy file of its size does") from None
-        raise Undecodable(f"its database is damaged: {_line(fault)}") from None
-    except (sqlite3.Error, sqlite3.Warning) as fault:
-        raise Undecodable(f"its database is damaged: {_line(fault)}") from None
-    except (OverflowError, UnicodeError) as fault:
-        raise Undecodable(f"its database holds impossible values: {_line(fault)}") from None
+            yield Tables(connection)
     except MemoryError:
         raise Undecodable("it does not fit into memory") from None
-
-
-def _line(fault: Exception) -> str:
-    return " ".join(str(fault).split())[:200]
+    except (sqlite3.Error, sqlite3.Warning, OverflowError, UnicodeError) as fault:
+        if isinstance(fault, sqlite3.OperationalError) and "interrupted" in str(fault):
+            raise Undecodable("reading it takes longer than any healthy file of its size does") from None
+        problem = "is damaged" if isinstance(fault, (sqlite3.Error, sqlite3.Warning)) else "holds impossible values"
+        raise Undecodable(f"its database {problem}: {' '.join(str(fault).split())[:200]}") from None
 
 
 def is_time(value: object) -> bool:
@@ -214,7 +187,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
         base = next((start for (start,) in tables.rows(f"SELECT {session[1]} FROM {session[0]} LIMIT 1")), None)
     if not is_time(base):
         raise Undecodable(f"it does not say when its session began ({session[0]})")
-    names, threads = Numbered(), Numbered()
+    names, threads = defaultdict[str, int](count().__next__), defaultdict[Any, int](count().__next__)
     processes: dict[int, Events] = {}
 
     def put(pids: npt.NDArray[np.int64], category: str, **columns: npt.NDArray[Any]) -> None:
@@ -249,10 +222,10 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
         kinds, kind = np.unique(found[:, 3], return_inverse=True)
         texts = {_PEER_TO_PEER: _BETWEEN_DEVICES} if of_name == "copyKind" else _names(tables, kinds)
         of_kind = [names[texts.get(number, table.rpartition("_")[2])] for number in kinds.tolist()]
-        first, place = _distinct(found[:, 4:])
+        places, place = np.unique(found[:, 4:], axis=0, return_inverse=True)
         of_place = [
             threads[(pid, thread) if on_host else (pid, f"stream {thread}", *device)]
-            for pid, thread, *device in found[first, 4:].tolist()
+            for pid, thread, *device in places.tolist()
         ]
         none = np.zeros(len(found), dtype=np.int64)
         put(
@@ -260,7 +233,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
             category,
             name=np.array(of_kind, dtype=np.int32)[kind],
             spans=found[:, :2],
-            thread=np.array(of_place, dtype=np.int32)[place],
+            thread=np.array(of_place, dtype=np.int32)[place.reshape(-1)],
             correlation=found[:, 2],
             external=none,
             node=none,
@@ -301,15 +274,6 @@ def _array(tables: Tables, table: str, *columns: str) -> npt.NDArray[np.int64]:
     rows = chain.from_iterable(tables.rows(f"SELECT {values} FROM {table} WHERE {whole}"))
     numbers = np.fromiter(rows, dtype=np.int64).reshape(-1, len(columns))
     return numbers[(np.abs(numbers[:, :2]) < LONGEST).all(axis=1)]
-
-
-def _distinct(rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Returns the index of the first of each kind of equal ``rows``, and the kind of every row."""
-    kind = np.zeros(len(rows), dtype=np.intp)
-    for column in rows.T:
-        kind = kind * (len(rows) + 1) + np.unique(column, return_inverse=True)[1]
-        kind = np.unique(kind, return_inverse=True)[1]
-    return np.unique(kind, return_index=True)[1], kind
 
 
 def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
@@ -364,7 +328,7 @@ class NsysFile:
             return
         # A process that ended with open ranges: they have no end, or all have the end of the process.
         cut_ends = events.cut | {end for end, count in Counter(each.end for each in traced).items() if count > 1}
-        gpu, *_ = activities(events, None)
+        gpu, _ = activities(events, None)
         for number, (metadata, outermost) in enumerate(windows):
             if not metadata.truncated and outermost[-1].end in cut_ends:
                 metadata = replace(metadata, truncated=True, truncated_reason="the recording ended inside it")

@@ -159,7 +159,7 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
     collectives: list[tuple[str, int, int]] = []
     gpu, launches = None, None
     if events.has(KERNEL):
-        gpu, launches, _ = activities(events, metadata.sizes)
+        gpu, launches = activities(events, metadata.sizes)
         unseen = without_times(gpu)
     else:
         collectives = events.meant(_collective, annotations, operators)

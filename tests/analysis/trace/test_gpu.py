@@ -530,7 +530,7 @@ class TestImpossibleTimes:
 )
 def test_names_of_kernels(name, use):
     by_group = {"by group": groups.BY_GROUP, "in pairs": groups.BY_GROUP_PAIRWISE}
-    assert groups.ByName()[name] == (by_group[use] if use in by_group else groups.USES.index(use))
+    assert groups.use_by_name(name) == (by_group[use] if use in by_group else groups.USES.index(use))
 
 
 @pytest.mark.parametrize(
