@@ -399,13 +399,6 @@ def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
     return list(chain.from_iterable(turns(schedule, stage)))
 
 
-def producer(schedule: PipelineSchedule, stage: int, pass_id: PassId) -> tuple[int, PassId] | None:
-    """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
-    forward of the model, and for the backward that follows the loss."""
-    stage_and_chunk = schedule.placement.producer(pass_id.kind, stage, pass_id.chunk)
-    return None if stage_and_chunk is None else (stage_and_chunk[0], pass_id._replace(chunk=stage_and_chunk[1]))
-
-
 def stage_program(schedule: PipelineSchedule, stage: int) -> Program:
     """Returns the passes of `phase_order` with the exchanges between them. Calls that neither send nor receive are left
     out, and so is waiting for nothing."""

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.simulation import compiled, simulate
 from megaprof.parallel.schedules import OVERLAPS, PassId, PipelineSchedule, phase_order, turns
-from megaprof.parallel.schedules import producer as made_by
 from tests.analysis.brute_force import (
     brute_force_buffered,
     brute_force_programs,
@@ -314,9 +313,10 @@ def test_what_runs_as_one_begins_with_all_inputs_and_ends_together():
         for turn in turns(run.schedule, stage):
             begin, end = spans[stage, turn[0]][0], spans[stage, turn[-1]][1]
             for which in turn:
-                source = made_by(run.schedule, stage, which)
+                source = run.schedule.placement.producer(which.kind, stage, which.chunk)
                 if source is not None and source[0] != stage:
-                    other = next(each for each in turns(run.schedule, source[0]) if source[1] in each)
+                    made = which._replace(chunk=source[1])
+                    other = next(each for each in turns(run.schedule, source[0]) if made in each)
                     assert begin >= spans[source[0], other[-1]][1] + 0.25
                     seen += len(turn) > 1
             assert end - begin == len(turn)

@@ -13,7 +13,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.table.tabulate import TOLERANCE_MS
 from megaprof.formats import timeline as format
-from megaprof.parallel.schedules import phase_order, producer
+from megaprof.parallel.schedules import phase_order
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
 from tests.analysis.tables import tables_in
@@ -83,11 +83,11 @@ def laid_on_one_clock(directory: Path, workload: GPTWorkload) -> None:
     uncertain = (table.aligned_ms or 0.0) + TOLERANCE_MS
     for stage in range(schedule.stages):
         for which in phase_order(schedule, stage):
-            source = producer(schedule, stage, which)
+            source = schedule.placement.producer(which.kind, stage, which.chunk)
             if source is not None and table.clocks:
                 (begun, _), (_, made) = (
                     [times[:, 0, at, each.chunk, schedule.kinds.index(each.kind), each.microbatch] for times in both]
-                    for at, each in ((stage, which), source)
+                    for at, each in ((stage, which), (source[0], which._replace(chunk=source[1])))
                 )
                 assert (begun >= made - uncertain).all()
     for stage in target.stages:
