@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents
+from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents, Numbers
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, is_parallel, use_by_name, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
@@ -62,6 +62,8 @@ class Activities:
     shortened: int = 0
     """The number of activities that lasted longer than is possible, and so end where the next one of their stream
     begins."""
+    anonymous: int = 0
+    """The number of kernels in the trace that name no call."""
 
     def rows(self, chosen: npt.NDArray[Any]) -> Activities:
         """Returns the activities that ``chosen`` selects, in the same order."""
@@ -69,21 +71,10 @@ class Activities:
         return replace(self, **columns)
 
 
-@dataclass(frozen=True)
-class Launches:
-    """The calls that launched a kernel or a graph."""
-
-    times: npt.NDArray[np.int64]
-    """When each call began, in wall-clock nanoseconds, ascending."""
-    unanswered: npt.NDArray[np.int64]
-    """When each call began that has no activity in the trace."""
-    anonymous: int = 0
-    """The number of kernels in the trace that name no call."""
-
-
-def activities(events: Events, sizes: object) -> tuple[Activities, Launches]:
-    """Returns the activities of a GPU, and the calls that launched them. ``sizes`` has the number of ranks of each
-    axis; None if they are unknown."""
+def activities(events: Events, sizes: object) -> tuple[Activities, Numbers]:
+    """Returns the activities of a GPU, and the calls that launch a kernel or a graph, [call, 2]: when each began, in
+    wall-clock nanoseconds, and whether the trace has an activity of it. ``sizes`` has the number of ranks of each axis;
+    None if they are unknown."""
     kernels, copies, calls = events.take(KERNEL), events.take(*COPIES), events.take(*LAUNCHES)
     on_gpu = Columns.joined([kernels, copies])
     kernel = np.arange(len(on_gpu)) < len(kernels)
@@ -131,10 +122,10 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Launches]:
         said=on_gpu.said[order],
         impossible=int((~possible).sum()) + sum(events.impossible[category] for category in (KERNEL, *COPIES)),
         shortened=int((ends < spans[order, 1]).sum()),
+        anonymous=int((kernel & (correlation <= 0)).sum()),
     )
     starts = calls.rows(events.named(calls, is_start))
-    times, answered = starts.spans[:, 0] + events.base, np.isin(starts.correlation, correlation)
-    return gpu, Launches(np.sort(times), np.sort(times[~answered]), int((kernel & (correlation <= 0)).sum()))
+    return gpu, np.column_stack((starts.spans[:, 0] + events.base, np.isin(starts.correlation, correlation)))
 
 
 def is_start(name: str) -> bool:
@@ -251,17 +242,15 @@ def without_times(gpu: Activities) -> Note | None:
     return None if few else Note("times_impossible", factor=round(gpu.impossible / count, 2))
 
 
-def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
-    """Returns why there are too few kernels for the step between two moments; None if there are enough, or if the tool
-    does not record launches."""
-    if launches is None:
-        return None
-    launched, lost = (
-        int(np.subtract(*np.searchsorted(times, (end, start)))) for times in (launches.times, launches.unanswered)
-    )
+def without_some(gpu: Activities, launches: Numbers, start: int, end: int) -> Note | None:
+    """Returns why there are too few kernels for the step between two moments; None if there are enough. ``launches``:
+    as `activities` returns them."""
+    in_step = (launches[:, 0] >= start) & (launches[:, 0] < end)
+    without_kernel = launches[:, 1] == 0
+    launched, lost = int(in_step.sum()), int((in_step & without_kernel).sum())
     if lost <= MOST_UNSEEN * launched:
         return None
-    if len(launches.unanswered) - launches.anonymous <= MOST_UNSEEN * len(launches.times):
+    if without_kernel.sum() - gpu.anonymous <= MOST_UNSEEN * len(launches):
         why = "it has kernels, but as on ROCm without their launches, so nothing says to which pass they belong"
     else:
         why = "another tool may hold CUPTI, Kineto lost them, or a graph was captured"

@@ -199,7 +199,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index: int) -> TracedStep:
     metadata, extent = trace.metadata, (outer.start, outer.end)
     # Without its kernels, nothing is right that is computed from them and from the gaps between them.
-    unseen = trace.unseen or without_some(trace.launches, *extent)
+    unseen = trace.unseen or (without_some(trace.gpu, trace.launches, *extent) if trace.gpu is not None else None)
     inner = within(trace.ranges, *extent) if unseen is None else []
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
     spans = times_of(passes)

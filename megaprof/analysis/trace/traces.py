@@ -17,13 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Events, KinetoEvents
+from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Events, KinetoEvents, Numbers
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import (
     MOST_UNSEEN,
     Activities,
     Allocations,
-    Launches,
     activities,
     allocations,
     is_start,
@@ -81,8 +80,8 @@ class Trace:
     """When the CPU ran operators other than communication, as a disjoint set; empty without collectives to hide."""
     gpu: Activities | None = None
     """The activities of the GPU; None without kernels."""
-    launches: Launches | None = None
-    """The calls that launched kernels; None without kernels, or if the tool does not record them."""
+    launches: Numbers = field(default_factory=lambda: intervals(()))
+    """The calls that launch kernels, as `activities` returns them; empty without kernels, and of Nsight Systems."""
     unseen: Note | None = None
     """Why it has no kernels, or none with usable times, although the model ran on a GPU; None if it has some, or if the
     model ran on a CPU."""
@@ -157,7 +156,7 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
     annotations, operators = events.take(ANNOTATION), events.take(OPERATOR)
     traced_ranges = [TracedRange(*meant) for meant in events.meant(ranges.parse, annotations, operators)]
     collectives: list[tuple[str, int, int]] = []
-    gpu, launches = None, None
+    gpu, launches = None, intervals(())
     if events.has(KERNEL):
         gpu, launches = activities(events, metadata.sizes)
         unseen = without_times(gpu)
