@@ -439,21 +439,14 @@ def _shape(label: str, times: Times) -> tuple[int, int]:
 
 def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
     """Returns the times as [stage, chunk, microbatch]. Raises ValueError if they are not usable."""
-    durations: list[Any] = []
+    table = np.empty((len(times), len(times[0]), microbatches))
     for stage, row in enumerate(times):
         for chunk, entry in enumerate(row):
             name = f"{label}[{stage}][{chunk}]"
-            if not hasattr(entry, "__len__") or isinstance(entry, str):
-                durations.append([_milliseconds(name, entry)] * microbatches)
-                continue
-            if len(entry) != microbatches:
-                raise ValueError(f"{name} has {len(entry)} times, expected one or {microbatches} (one a microbatch)")
-            if set(map(type, entry)) != {float}:
-                entry = [_milliseconds(name, value) for value in entry]
-            durations.append(entry)
-    table = np.array(durations).reshape(len(times), -1, microbatches)
-    for stage, chunk, microbatch in np.argwhere(~((table >= 0) & (table < inf))):
-        _milliseconds(f"{label}[{stage}][{chunk}]", float(table[stage, chunk, microbatch]))
+            entries = entry if hasattr(entry, "__len__") and not isinstance(entry, str) else [entry] * microbatches
+            if len(entries) != microbatches:
+                raise ValueError(f"{name} has {len(entries)} times, expected one or {microbatches} (one a microbatch)")
+            table[stage, chunk] = [_milliseconds(name, value) for value in entries]
     return table
 
 
