@@ -154,10 +154,6 @@ class Metadata:
     """Host name."""
     pid: Number | None = None
     """Process id on the host."""
-    local_ranks: Number | None = None
-    """Ranks on this host, in a run without a GPU whose launcher says it; else None."""
-    cores: Number | None = None
-    """Physical cores that the process may run on, in a run without a GPU; else None."""
     device: str | None = None
     """The device of the model's parameters when the window closes: ``cuda``, ``cpu``, ...; None if that is not
     known."""

@@ -1,4 +1,4 @@
-"""The machine that a rank runs on: its cores, its processes, and the memory of the machine and of the containers around
+"""The machine that a rank runs on: its ranks, its processes, and the memory of the machine and of the containers around
 this process."""
 
 from __future__ import annotations
@@ -8,19 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-
-def physical_cores(system: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """Returns the number of physical cores that this process may run on; None if the operating system does not say. Two
-    hardware threads of a core count once, but a virtual machine may call a hardware thread a core."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
-        topology = system / f"cpu{cpu}" / "topology"
-        try:
-            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return None
-    return len(cores) or None
 
 
 def local_ranks() -> int | None:

@@ -26,7 +26,6 @@ from megaprof.formats import codes
 from megaprof.formats.facts import MASK, PACKED, SHAPES, SOURCES, Work
 from megaprof.formats.metadata import P2P, Metadata, MicrobatchRanges, ModelChunk, WithoutRange
 from megaprof.formats.names import host
-from megaprof.parallel.machine import local_ranks, physical_cores
 from megaprof.parallel.megatron import describe_chunk, innermost
 from megaprof.version import __version__
 
@@ -120,8 +119,6 @@ def describe(
     work = read_work(given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
     count = facts.microbatches or 0
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
-    device = _device(facts.chunks)
-    local_ranks, cores = _shared_machine() if device == "cpu" else (None, None)
     group = "microbatch_group_size_per_vp_stage" if facts.schedule == "interleaved" else ""
     return Metadata(
         target=window.target,
@@ -148,9 +145,7 @@ def describe(
         p2p={name: getattr(model_config, name, None) for name in P2P},
         host=socket.gethostname(),
         pid=os.getpid(),
-        local_ranks=local_ranks,
-        cores=cores,
-        device=device,
+        device=_device(facts.chunks),
         # A checkout on the path is used instead of an installed one, and may have another version.
         megatron_core=getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         torch=_version("torch"),
@@ -165,12 +160,6 @@ def _device(chunks: Iterable[Any]) -> str | None:
     parameters = getattr(next(iter(chunks), None), "parameters", None)
     first = None if parameters is None else next(iter(parameters()), None)
     return getattr(getattr(first, "device", None), "type", None)
-
-
-@functools.cache
-def _shared_machine() -> tuple[int | None, int | None]:
-    """Returns the number of ranks on this host, and the number of physical cores that this process may run on."""
-    return local_ranks(), physical_cores()
 
 
 @functools.cache

@@ -220,10 +220,9 @@ def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: b
     """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
 
     ``launches``: the number of calls in the trace that launched a kernel. ``has_gpu``: whether the tool saw a GPU.
-    ``nsys``: whether the tool is Nsight Systems. Older files do not say where the model was. But they have the number
-    of the machine's cores only for a run without a GPU.
+    ``nsys``: whether the tool is Nsight Systems.
     """
-    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and has_gpu)
+    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and has_gpu)
     if not on_gpu and not launches:
         return None
     profiler = metadata.profiler
