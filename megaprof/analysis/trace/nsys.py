@@ -173,8 +173,7 @@ def opened(path: Path) -> Iterator[Tables]:
         raise Undecodable(f"its database {problem}: {' '.join(str(fault).split())[:200]}") from None
 
 
-def is_time(value: object) -> bool:
-    """Returns whether a value in a file is a possible time in nanoseconds."""
+def _is_time(value: object) -> bool:
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
@@ -185,7 +184,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     session = "TARGET_INFO_SESSION_START_TIME", "utcEpochNs"
     if tables.has(*session):
         base = next((start for (start,) in tables.rows(f"SELECT {session[1]} FROM {session[0]} LIMIT 1")), None)
-    if not is_time(base):
+    if not _is_time(base):
         raise Undecodable(f"it does not say when its session began ({session[0]})")
     names, threads = defaultdict[str, int](count().__next__), defaultdict[Any, int](count().__next__)
     processes: dict[int, Events] = {}
@@ -199,7 +198,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     for start, end, is_open, thread, name in _ranges(tables, patterns):
         pid = thread >> 24 & _PROCESS if isinstance(thread, int) else 0
         events = processes.setdefault(pid, Events(base))
-        if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int)):
+        if not (_is_time(start) and _is_time(end) and end >= start and isinstance(thread, int)):
             events.impossible[ANNOTATION] += 1
             continue
         rows.append((pid, names[name], threads[pid, thread & _PROCESS], start, end))
@@ -244,25 +243,20 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     return processes
 
 
-def _ranges(tables: Tables, patterns: Sequence[str]) -> Iterator[tuple[Any, Any, bool, Any, str]]:
-    """Yields start and end of every range, whether it was open when the recording ended, its thread and its name."""
+def _ranges(tables: Tables, patterns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yields start and end of every range, whether it was open when the recording ended, its thread and its name. An
+    open one ends with the last range that has an end."""
     if not tables.has(*_RANGES):
         return
+    last = "SELECT COALESCE(MAX(end), 0) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
     name = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
     registered = " OR ".join("value GLOB ?" for _ in patterns)
     query = (
-        f"SELECT start, end, globalTid, {name} FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
-        f"({registered.replace('value', 'text')} OR text IS NULL AND textId IN "
+        f"SELECT start, COALESCE(end, MAX(start, ({last}))), end IS NULL, globalTid, {name} FROM NVTX_EVENTS "
+        f"WHERE eventType IN {_RANGE_EVENTS} AND ({registered.replace('value', 'text')} OR text IS NULL AND textId IN "
         f"(SELECT id FROM StringIds WHERE {registered}))"
     )
-    last = None
-    for start, end, thread, text in tables.rows(query, (*patterns, *patterns)):
-        if isinstance(text, str):
-            if end is None and last is None:
-                query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
-                last = next((moment for (moment,) in tables.rows(query) if is_time(moment)), 0)
-            still = max(last or 0, start) if isinstance(start, int) else None
-            yield start, still if end is None else end, end is None, thread, text
+    yield from (row for row in tables.rows(query, (*patterns, *patterns)) if isinstance(row[-1], str))
 
 
 def _array(tables: Tables, table: str, *columns: str) -> npt.NDArray[np.int64]:
