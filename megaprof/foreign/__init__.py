@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +144,13 @@ def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | No
     launched = events.meant(lambda name: name[len("nccl:") :] if name.startswith("nccl:") else None, *host)
     spans = intervals((start, end) for _, start, end in launched)
     communication: defaultdict[tuple[str, Group], list[int]] = defaultdict(list)
-    by_name = cache(use_by_name)
+    by_name = [*map(use_by_name, events.names)]
     rows = np.flatnonzero(gpu.use != COMPUTE)
     columns = gpu.name[rows], gpu.said[rows], owners(gpu.launched[rows], spans)
     for place, name_row, said_row, owner in zip(rows.tolist(), *(each.tolist() for each in columns), strict=True):
         name, said = events.names[name_row], events.said[said_row]
         named = said.collective or (launched[owner][0] if owner >= 0 else None)
-        communication[_operation(name, named), _group(said, by_name(name))].append(place)
+        communication[_operation(name, named), _group(said, by_name[name_row])].append(place)
     steps: list[tuple[re.Match[str], int, int]] = []
     for match, start, end in events.meant(step.fullmatch, *host):
         if not steps or start >= steps[-1][2]:
