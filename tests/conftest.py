@@ -55,6 +55,15 @@ def _nothing_was_logged_once() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_stays_in_the_background() -> Iterator[None]:
+    """A task that a test leaves behind would fail a later one, and name that."""
+    yield
+    module = sys.modules.get("megaprof.capture.process")
+    if module is not None:
+        assert [task.run for task in module.process.background._tasks] == []
+
+
+@pytest.fixture(autouse=True)
 def _no_remote_files() -> Iterator[None]:
     """What a test wrote to fsspec's ``memory://``, which the process has once, is gone behind it."""
     yield

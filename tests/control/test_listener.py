@@ -463,8 +463,9 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
 def test_a_rank_without_a_timeline_says_the_hosts_number_of_its_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with a timeline do, and who waits for whom is a matter of both: the job was resumed at step 10,000."""
     job.handle._session.agenda.wishes["train_actor", None] = Wish(None, ran=3, first=10_000, last=10_002)
-    monkeypatch.setattr(job.handle._session, "timeline", None)
-    job.listener.look()
+    with monkeypatch.context() as patch:  # undone before the job ends, which closes the timeline
+        patch.setattr(job.handle._session, "timeline", None)
+        job.listener.look()
     status = job.status()
     assert status is not None
     assert status.last_step == 10_002

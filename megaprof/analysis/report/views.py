@@ -77,7 +77,7 @@ def iterations_table(found: Iterations | None) -> TableView | None:
         )
     title = (
         f"where an iteration of a rank goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; "
-        f"{percent(found.outside)} lies outside of the schedule"
+        f"{percent(found.outside)} lies outside of the schedule on every rank"
     )
     return table(title, rows)
 
@@ -115,7 +115,7 @@ _OF_ITERATION = {
     "exchanges": "exchanges and other stages",
     "gradients": "gradients, with waiting",
     "data": "data between steps",
-    "between": "between steps, unknown",
+    "between": "unknown, with waiting",
 }
 
 
