@@ -99,7 +99,9 @@ def rehearsed(
     memory = zip(what_if.allocated or (), what_if.allowed or (), strict=False)
     too_large = tuple(stage for stage, (size, allowed) in enumerate(memory) if size > allowed)
     sent = [max((each.size for each in stage.exchanges if each.kind == "send"), default=0) for stage in stages]
-    changes = list(what_if.candidates)
+    changes = [
+        replace(each, fits=False) if too_large and each.kind == "overlap" else each for each in what_if.candidates
+    ]
     if too_large and not any("recompute" in word for word in command):
         changes.append(_recomputed(stages, what_if, now_ms, max(sent), put_together))
 
@@ -121,7 +123,7 @@ def rehearsed(
     target = replace(target, what_if=what_if, advice=layout_advice(what_if, target.framework))
     report = replace(report, targets=(target, *report.targets[1:]))
     best_words = None if best is None else with_layout(command, best.flags, first.framework, first.role, sizes.pp)
-    if best is not None and best.kind == "recompute":  # its layout stays
+    if best is not None and best.layout is None:  # the command's stays
         best_words = [*command, *(options_of(first.framework, first.role, best.flags, sizes.pp) or best.flags)]
     assumes = [
         f"{link.name} moves {link.bandwidth / 1e9:.4g} GB/s after {link.latency * 1e6:.4g} us ({link.source})"

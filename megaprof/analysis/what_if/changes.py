@@ -30,7 +30,9 @@ from megaprof.analysis.table.table import Floats
 _LONGEST = 4
 
 _Rows: TypeAlias = npt.NDArray[np.intp] | slice
-Kind = Literal["layout", "chunks", "balanced", "microbatches", "packing", "even_packing", "by_hand", "recompute"]
+Kind = Literal[
+    "layout", "chunks", "balanced", "microbatches", "overlap", "packing", "even_packing", "by_hand", "recompute"
+]
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Prediction:
     packing: str | None = None
     """How the same sequences are packed, one of `packing.PLANS`; None: as captured."""
     flags: tuple[str, ...] = ()
-    """Megatron's arguments for this change, which replace all arguments that place layers; empty if no argument does
-    it, or if layers stay."""
+    """Megatron's arguments for this change; those of a ``layout`` replace all arguments that place layers. Empty if no
+    argument does it."""
     in_flight: tuple[int, ...] | None = None
     """Largest number of layers times microbatches whose activations each stage holds at once; None if unchanged."""
     activations: float = 1.0

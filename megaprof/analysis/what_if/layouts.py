@@ -26,6 +26,8 @@ _REPEAT = re.compile(r"(.)\*(\d+)")
 MOST_LAYERS = 10_000
 _LAYOUT = "--pipeline-model-parallel-layout"
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+#: Places no layer: exchanges overlap with compute also while the pipeline fills and drains.
+OVERLAP = "--overlap-p2p-communication-warmup-flush"
 #: The fields of Megatron-Core's configuration for Megatron-LM's flags; Megatron-Bridge's models have the same fields.
 _FIELDS = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
@@ -38,6 +40,7 @@ _FIELDS = {
     "--recompute-granularity": "recompute_granularity",
     "--recompute-method": "recompute_method",
     "--recompute-num-layers": "recompute_num_layers",
+    OVERLAP: "overlap_p2p_comm_warmup_flush",
 }
 _CHUNKS, _STAGES = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
 #: The fields for which verl and SkyRL have options of their own.

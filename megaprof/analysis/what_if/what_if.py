@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.policy import CERTAIN, LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.simulation import Replay, rescheduled
+from megaprof.analysis.simulation import Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, baseline, priced
@@ -27,6 +27,7 @@ from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, i
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
     MOST_LAYERS,
+    OVERLAP,
     Layout,
     check_layout,
     format_layout,
@@ -127,7 +128,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     warnings += [Note("replay_off", factor=run.missed)] if run.missed > LEAST else []
     if slow := slow_ranks(diagnosis.causes):
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
-    others = [balanced(steps), *microbatch_counts(steps)]
+    others = [balanced(steps), *microbatch_counts(steps), *overlapped(steps, table.first.framework)]
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
     memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
@@ -308,3 +309,13 @@ def microbatch_counts(run: Baseline) -> Iterator[Prediction]:
         prediction, _ = priced(run, "microbatches", run.content, run.drawn, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
         yield replace(prediction, microbatches=count, tokens=change.tokens, activations=activations)
+
+
+def overlapped(run: Baseline, framework: str | None) -> Iterator[Prediction]:
+    """Yields exchanges that go on beside passes while the pipeline fills and drains, too, if they do only while it is
+    full."""
+    schedule = run.replay.schedule
+    if schedule.name == "interleaved" and schedule.overlap == "steady":
+        change = Change(compiled(schedule._replace(overlap="all"), run.replay.rendezvous))
+        prediction, _ = priced(run, "overlap", run.content, run.drawn, run.drawn, change)
+        yield replace(prediction, flags=() if framework == "ms-swift" else (OVERLAP,))  # which has no such option

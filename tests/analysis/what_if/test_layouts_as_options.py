@@ -14,7 +14,7 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import layout_advice
-from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.what_if.layouts import OVERLAP, options_of
 from megaprof.autoload.registry import HOSTS
 from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario, write
@@ -68,6 +68,7 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
         ("skyrl", "actor", FIRST, f"trainer.policy.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "ref", FIRST, f"trainer.ref.megatron_config.transformer_config_kwargs.{FIELD}"),
         ("skyrl", "actor", CHUNKS, None),
+        ("megatron-bridge", None, (OVERLAP,), "model.overlap_p2p_comm_warmup_flush=True"),
         ("ms-swift", None, STAGES, "--pipeline_model_parallel_size 2"),
         ("megatron-bridge", None, STAGES, "model.pipeline_model_parallel_size=2"),
         ("verl", "actor", STAGES, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.simulation import simulate
+from megaprof.analysis.report.text.what_if import worth_showing
+from megaprof.analysis.simulation import compiled, simulate
+from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 
@@ -47,6 +50,34 @@ def test_exchanges_are_replayed_as_they_fit(tmp_path: Path, waits: bool) -> None
     assert found.rendezvous is waits
     assert found.replay_error is not None
     assert abs(found.replay_error.mean) < 0.05
+    assert "overlap" not in [each.kind for each in found.candidates]  # nothing overlaps, or everything
+
+
+def test_exchanges_that_overlap_everywhere_are_a_change(tmp_path: Path) -> None:
+    """A heavy loss holds the stages that feed the last one while the pipeline fills, if they wait in their exchanges.
+    The programs of both are compared with Megatron's in `tests/parallel/test_schedules.py`."""
+    layers = (1, 2), (1, 1), (1, 1), (1, 0)
+    steady = PipelineSchedule.checked(4, 2, 8)
+    passes = np.array(layers)[..., None, None] * np.array([10.0, 20.0])[:, None] * np.ones(8)
+    passes[3, 1] += np.array([25.0, 17.0])[:, None]
+    before, after = (compiled(each, True) for each in (steady, steady._replace(overlap="all")))
+    ends = before.ends(passes)
+    for pp in range(4):
+        held = [chunk(layers[pp][0], embedding=pp == 0), chunk(layers[pp][1], loss=pp == 3)]
+        metadata = {"schedule": "interleaved", "microbatch_group_size": 4, "p2p": {"overlap_p2p_comm": True}}
+        trace = TraceBuilder(pp=pp, pp_size=4, microbatches=8, chunks=held, metadata=metadata)
+        for kind, number, microbatch in np.ndindex(2, 2, 8):
+            took = passes[pp, number, kind, microbatch]
+            add = trace.backward if kind else trace.forward
+            add(microbatch, ends[pp, number, kind, microbatch] - took, took, number)
+        trace.call(0, before.step_ms(passes).item())
+        trace.write(tmp_path)
+    (target,) = analyze(tmp_path).targets
+    (found,) = (each for each in target.what_if.candidates if each.kind == "overlap")
+    assert found.step_ms.value == pytest.approx(after.step_ms(passes).item(), rel=0.005)
+    assert found.speedup.value > 1.03
+    assert found.flags == ("--overlap-p2p-communication-warmup-flush",)
+    assert found in worth_showing(target.what_if)
 
 
 def test_a_stage_that_enters_late_makes_no_transfer_long(tmp_path: Path) -> None:

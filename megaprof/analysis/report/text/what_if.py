@@ -51,6 +51,7 @@ def name_of(change: Prediction, predictions: WhatIf) -> str:
         "chunks": f"{counted(change.chunks or 1, 'model chunk')} per stage, {layers}",
         "balanced": "the measured work spread evenly over the stages",
         "microbatches": f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size",
+        "overlap": "exchanges that overlap with compute also while the pipeline fills and drains",
         "packing": _packing(change),
         "even_packing": "all microbatches and replicas take equally long",
         "recompute": "recomputation of all layers",
@@ -89,6 +90,8 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "layers can be divided"
     if change.kind == "even_packing":
         yield "sequences can be divided"
+    if change.kind == "overlap":
+        yield "exchanges beside passes make these no longer"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
         if change.p2p_ms is None and len(change.layers) != 1:
@@ -135,9 +138,9 @@ def layout_advice(predictions: WhatIf, framework: str | None = None) -> Finding 
 
 
 def _beside_layouts(predictions: WhatIf) -> str | None:
-    """Returns the fastest other number of model chunks or microbatches that certainly gains, if it is faster than the
-    advised layout."""
-    others = (change for change in worth_showing(predictions) if change.kind in ("chunks", "microbatches"))
+    """Returns the fastest change beside layouts with as many chunks that certainly gains, if it is faster than the
+    advised one."""
+    others = (change for change in worth_showing(predictions) if change.kind in ("chunks", "microbatches", "overlap"))
     fitting = (change for change in others if change.fits is not False)
     first, best = max(fitting, key=lambda change: change.speedup.value, default=None), predictions.best
     if first is None or (best is not None and first.speedup.value <= best.speedup.value):
