@@ -106,7 +106,8 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     if table.schedule.combined:
         raise Unanswerable("forwards and backwards run as one (combined 1F1B): single stages do not show their order")
     stage, metadata = next((number, each) for number, each in enumerate(table.metadata) if each is not None)
-    kept = (table.steps < profiled) | (table.steps[0] >= profiled)  # a host may begin with another number
+    begun = min((*table.cold, *table.steps))  # a host may begin with another number
+    kept = (table.steps >= begun + trial.WARM_UP) & ((table.steps < profiled) | (begun >= profiled))
     start, end, enter = (times[kept, 0, stage] for times in (table.start, table.end, table.entry))
     before, previous = np.zeros_like(start), enter
     for phase in phase_order(table.schedule, stage):

@@ -24,7 +24,7 @@ from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse import rehearsal
 from megaprof.rehearse.links import Link
-from megaprof.rehearse.pipeline import Exchange, Pipeline, Stage, alike, together, write
+from megaprof.rehearse.pipeline import Exchange, Pipeline, Stage, alike, record, together, write
 from megaprof.rehearse.rehearsal import (
     NAME,
     PREDICTED,
@@ -35,6 +35,7 @@ from megaprof.rehearse.rehearsal import (
     compared,
     rehearsed,
 )
+from megaprof.tune import trial
 
 STEPS, MICROBATCHES, GIB, KINDS = 6, 8, 1 << 30, (FORWARD, BACKWARD)
 #: 1 GB/s: a million bytes are a millisecond.
@@ -73,6 +74,25 @@ def stage(number: int, layers: int, sizes: ParallelSizes, *exchanges: Exchange, 
 def pipeline(sizes: ParallelSizes, layers: tuple[int, ...], *exchanges: Exchange) -> Pipeline:
     stages = [stage(number, count, sizes, *exchanges) for number, count in enumerate(layers)]
     return together(stages, WorldLayout(sizes), LINKS, 8)
+
+
+def test_steps_that_warm_up_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a fifth longer here: not by enough to be left out of a report."""
+    sizes = ParallelSizes(pp=2)
+
+    def run(words: Sequence[str], directory: Path, steps: int, *_: object, **__: object) -> trial.Ended:
+        warm = np.array([1.2] * trial.WARM_UP + [1.0] * (STEPS - trial.WARM_UP))[:, None, None, None]
+        stages = [replace(each, passes=each.passes * warm) for each in (stage(0, 2, sizes), stage(1, 2, sizes))]
+        write(together(stages, WorldLayout(sizes), LINKS, 8), directory)
+        for path in sorted(directory.iterdir())[1:]:
+            path.unlink()
+        (directory / "exchanges").touch()
+        return trial.Ended("enough")
+
+    monkeypatch.setattr(trial, "run", run)
+    found = record(["train.py"], tmp_path / "stage", 0, 2, STEPS - trial.WARM_UP)
+    expected = np.broadcast_to(np.array([20.0, 40.0])[:, None], (STEPS - trial.WARM_UP, 1, 2, MICROBATCHES))
+    assert found.passes == pytest.approx(expected)
 
 
 def test_a_pipeline_takes_what_its_replay_does() -> None:
