@@ -157,7 +157,9 @@ class Collections:
         elif self._began:
             self.ended.append((self._began, now, threading.get_native_id()))
             if self._parts.now is None:  # else it is in another part
-                self._parts.spans.append((GARBAGE, self._began, now))
+                spans = self._parts.spans
+                # What it finalises may wait, and then the host goes on with other parts if it is on another thread.
+                spans.append((GARBAGE, max(self._began, spans[-1][2] if spans else 0), now))
             self._began = 0
 
 

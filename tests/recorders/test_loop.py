@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 
-from megaprof.recorders.loop import Parts
+from megaprof.recorders.loop import Collections, Parts
 
 
 def names(parts: Parts, since: int = 0) -> list[str]:
@@ -80,3 +81,40 @@ def test_the_step_of_a_torch_optimizer_is_a_part_once_and_only_alone() -> None:
         end()
     optimizer.step()
     assert names(parts) == ["optimizer", "optimizer", "train_actor"]
+
+
+def test_a_collection_of_another_thread_hides_no_part() -> None:
+    """It began before the call, and is over only behind the parts that follow, because what it finalises waits."""
+    parts, begun, go_on = Parts(), threading.Event(), threading.Event()
+    collections = Collections(parts)
+
+    class Waits:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            begun.set()
+            go_on.wait(20)
+
+    def collect() -> None:
+        Waits()
+        gc.collect()
+
+    thread = threading.Thread(target=collect)
+    collections.start()
+    try:
+        thread.start()
+        assert begun.wait(20)
+        assert parts.enter("train_actor", schedule=True)
+        assert parts.now is not None
+        began = parts.now[1]
+        parts.leave()
+        with parts.inside("saving"):
+            pass
+    finally:
+        go_on.set()
+        thread.join()
+        collections.stop()
+    assert names(parts, began) == ["garbage_collection", "saving", "train_actor"]
+    moments = [moment for _, begin, end in reversed(parts.since(began)) for moment in (begin, end)]
+    assert moments == sorted(moments), "no two at once"
