@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +24,7 @@ from megaprof.formats.ranges import DOMAIN
 from megaprof.runtime.isolation import from_host, logger
 
 try:
-    import nvtx
+    import nvtx as nvtx
 except ModuleNotFoundError:  # there is no nvtx for macOS, and no tool there that would show ranges
     nvtx = None
 
@@ -40,26 +39,6 @@ log: list[LoggedRange] | None = None
 
 
 _OURS: dict[str, Any] = {"domain": DOMAIN}
-
-
-def push(name: str) -> None:
-    """Opens a range in NVTX only, in the domain ``megaprof``. `pop` closes it."""
-    if nvtx is not None:
-        nvtx.push_range(name, **_OURS)
-
-
-def pop() -> None:
-    """Closes the range that `push` opened."""
-    if nvtx is not None:
-        nvtx.pop_range(domain=DOMAIN)
-
-
-def reaches_nobody() -> str | None:
-    """Returns the version of the nvtx package if it sees no tool attached to NVTX; None if it sees one. nvtx 0.2.12 and
-    later do not see an older Nsight Systems, and drop every range."""
-    if nvtx is None:
-        return "(none installed)"
-    return version("nvtx") if type(nvtx.get_domain(DOMAIN)).__name__ == "DummyDomain" else None
 
 
 class Range:

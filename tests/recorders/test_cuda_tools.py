@@ -118,7 +118,7 @@ def test_nsys_that_does_not_run_is_said_before_the_first_step(
         assert "'megaprof nsys' prints the command" in caplog.text
         caplog.clear()
         monkeypatch.setenv(SESSION_VARIABLE, "123")
-        monkeypatch.setattr(emit, "reaches_nobody", lambda: None)
+        monkeypatch.setattr(emit.nvtx, "get_domain", lambda domain: object())
         NsysRecorder(config(tmp_path, "nsys"), Writer())
         assert caplog.text == ""
 
@@ -129,8 +129,8 @@ def test_where_nsys_waits_for_a_range_no_cuda_is_needed(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("NSYS_NVTX_PROFILER_RANGE", "megaprof/window")
     opened: list[str] = []
-    monkeypatch.setattr(emit, "push", opened.append)
-    monkeypatch.setattr(emit, "pop", lambda: opened.append("end"))
+    monkeypatch.setattr(emit.nvtx, "push_range", lambda name, domain: opened.append(name))
+    monkeypatch.setattr(emit.nvtx, "pop_range", lambda domain: opened.append("end"))
     writer = Writer()
     recorder = NsysRecorder(config(tmp_path, "nsys"), writer)
     recorder.start(WINDOW)
@@ -145,7 +145,7 @@ def test_ranges_that_reach_nobody_are_said_once(
 ) -> None:
     """The nvtx package drops all ranges where it does not recognise the tool."""
     monkeypatch.setenv(SESSION_VARIABLE, "123")
-    monkeypatch.setattr(emit, "reaches_nobody", lambda: "0.2.12")
+    monkeypatch.setattr(emit.nvtx, "get_domain", lambda domain: type("DummyDomain", (), {})())
     recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
     for _ in range(2):
         recorder.start(WINDOW)
