@@ -24,7 +24,7 @@ from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, role
 from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
 from megaprof.formats.names import parse_artifact_name, shard_of
-from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
+from megaprof.metrics import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
 from megaprof.parallel.peers import Flags, began, moving_median
 
 _CULPRITS = 4

@@ -24,7 +24,7 @@ from megaprof.control.blame import WaitedFor
 from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standstill
 from megaprof.formats.phrases import Unanswerable, ago, counted
-from megaprof.metrics.figures import HostBound, SlowRanks, Summary, longest_stage
+from megaprof.metrics import HostBound, SlowRanks, Summary, longest_stage
 from megaprof.parallel.topology import ParallelSizes
 
 #: The most lines of the table: everything fits on one screen, however many ranks there are.

@@ -17,7 +17,7 @@ from typing import Any
 
 from megaprof.control.directory import RunningJob
 from megaprof.formats.job import RunRecord
-from megaprof.metrics.figures import Summary, summarise
+from megaprof.metrics import Summary, summarise
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.isolation import logger
 

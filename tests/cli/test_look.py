@@ -12,7 +12,7 @@ from megaprof.control.blame import Blame
 from megaprof.control.directory import RunningJob
 from megaprof.formats import timeline as format
 from megaprof.formats.names import shard_of
-from megaprof.metrics.figures import HostBound
+from megaprof.metrics import HostBound
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.metrics.test_metrics import RUN, status

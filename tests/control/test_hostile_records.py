@@ -24,7 +24,7 @@ from megaprof.control.directory import RunningJob
 from megaprof.control.request import check, new_request
 from megaprof.formats import job as records
 from megaprof.formats.job import MOST_RANKS, RankStatus, Refused, Request, RunRecord
-from megaprof.metrics.figures import summarise
+from megaprof.metrics import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megaprof import ProfileConfig
 from megaprof.autoload import megatron_lm
 from megaprof.formats.job import RankStatus, RunRecord
-from megaprof.metrics import sinks
-from megaprof.metrics.figures import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
+from megaprof.metrics import HostBound, SlowRanks, Summary, host_bound, sinks, slow_ranks, summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
@@ -161,7 +160,7 @@ OTEL = """
 import sys
 from megaprof.autoload import megatron_lm
 from megaprof.metrics import sinks
-from megaprof.metrics.figures import StageFigures, Summary
+from megaprof.metrics import StageFigures, Summary
 assert sinks.meter(megatron_lm.writers().meter) is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
 assert sinks.meter(megatron_lm.writers().meter) is None
