@@ -262,10 +262,10 @@ def unpack_between(payloads: Sequence[bytes]) -> npt.NDArray[np.float64]:
 
 def unpack_spans(payload: bytes, start_ns: int) -> list[tuple[str, int, int]]:
     """Returns the parts before a call that began at ``start_ns``, the last one first, each with its begin and end on
-    the same clock. None of damaged bytes, or if they do not say where nothing is known: then only sums are."""
+    the same clock. None of damaged bytes."""
     rows = list(_PART.iter_unpack(payload)) if len(payload) % _PART.size == 0 else []
     spans, end = [], start_ns
-    for number, us in reversed(rows if any(number == 0 for number, _ in rows) else []):
+    for number, us in reversed(rows):
         begin = end - 1000 * us
         if 0 < number <= len(PARTS):
             spans.append((PARTS[number - 1], begin, end))

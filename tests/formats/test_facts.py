@@ -82,11 +82,6 @@ def test_parts_come_back_where_they_were(spans: list[tuple[str, int]]) -> None:
         assert ns == pytest.approx(sum(until - since for name, since, until in placed if name == part), abs=10_000)
 
 
-def test_parts_of_an_earlier_version_are_nowhere() -> None:
-    """It wrote sums, and nothing about the time of which nothing is known."""
-    assert unpack_spans(pack_between([("optimizer", 5_000), ("saving", 5_000)]), 0) == []
-
-
 @pytest.mark.parametrize("payload", [b"x", b"\0aaaa", b"\xffaaaa", b"\1aaaax"])
 def test_damaged_parts_say_nothing(payload: bytes) -> None:
     assert not unpack_between([payload]).any()
