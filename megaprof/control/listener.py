@@ -349,8 +349,8 @@ class Listener:
             position=position,
             part=running[0] if running is not None and position is None else None,
             device_position=device,
-            recent=None if timeline is None else timeline.tally.recent(),
-            waits=None if timeline is None else timeline.tally.waits,
+            recent=None if timeline is None else timeline.recent(),
+            waits=None if timeline is None else timeline.waits(),
             capture=self._answer(ended=ended),
             ended=ended,
             off=session.off is not None,
@@ -361,8 +361,8 @@ class Listener:
         """Returns the seconds from one call of a target and role to the next, lately; None before there were two."""
         timeline = self._session.timeline
         # Looks are too coarse for a few steps, and the timeline's figure is about the same steps as their length.
-        if timeline is not None and key in timeline.tally:
-            return timeline.tally.seconds(key)
+        if timeline is not None and (timed := timeline.by_key.get(key)) is not None and timed.times:
+            return timed.seconds()
         looks = self._calls.get(key)
         if looks is None or len(looks) < 2:
             return None

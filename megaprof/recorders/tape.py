@@ -33,23 +33,6 @@ class PythonTape:
     tape holds no output tensor and no model.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_forward_only",
-        "_last",
-        "_open",
-        "_outer",
-        "_positions",
-        "clock",
-        "events",
-        "forward",
-        "given",
-        "marks",
-        "now",
-        "ran_forward",
-        "waits",
-    )
-
     def __init__(
         self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[..., Any] | None = None
     ) -> None:

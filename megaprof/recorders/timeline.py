@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
+from megaprof.config.values import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
-from megaprof.formats.job import BETWEEN, Position
+from megaprof.formats.job import BETWEEN, Position, Recent
 from megaprof.formats.ranges import WAITING
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
@@ -33,12 +34,11 @@ from megaprof.recorders.flight import Reading
 from megaprof.recorders.loop import Collections, Parts, measure_waits
 from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline_steps import (
+    RECENT_STEPS,
     Calls,
-    Facts,
     Key,
     PackedStep,
     RecordedStep,
-    Tally,
     TimelineFiles,
     change_clock,
 )
@@ -99,7 +99,8 @@ class TimelineRecorder:
         self._without: str | None = None  # why times are the host's although a GPU is in use
         self._waiting: deque[RecordedStep] = deque()
         self._writing = threading.Lock()
-        self._calls: dict[Key, Calls] = {}
+        self.by_key: dict[Key, Calls] = {}
+        """The calls so far, by target and role."""
         self._running: RecordedStep | None = None
         self._read_waits: Callable[[int], format.Waited | None] | None = None
         self._collectives = Reading() if config.collectives and finished is None else None
@@ -107,7 +108,8 @@ class TimelineRecorder:
         self._work_of_shapes = b""
         self._collections = Collections(self._parts)
         self._collections.start()
-        self.tally = Tally()
+        #: Of each of the last steps, the microseconds for which the training thread waited for a core, and all of them.
+        self._core_waits: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._unchanged_since = change_clock()
         self.steps_dropped = 0
         """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
@@ -129,9 +131,9 @@ class TimelineRecorder:
     def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, disturbed: bool) -> RecordedStep:
         """Starts to record a schedule call, which is step ``number`` of its target and role. ``disturbed``: the
         profiler was opened or closed right before it."""
-        calls = self._calls.get((target, role))
+        calls = self.by_key.get((target, role))
         if calls is None:
-            calls = self._calls[target, role] = Calls(target, role)
+            calls = self.by_key[target, role] = Calls(target, role)
         calls.index = calls.index + 1 if calls.number == number else 0
         calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
@@ -199,7 +201,21 @@ class TimelineRecorder:
 
     def calls(self) -> dict[Key, tuple[int, int]]:
         """Returns the number of the last finished step and the number of finished calls, by target and role."""
-        return {key: calls.finished for key, calls in list(self._calls.items()) if calls.finished is not None}
+        return {key: calls.finished for key, calls in list(self.by_key.items()) if calls.finished is not None}
+
+    def recent(self) -> Recent | None:
+        """Returns the times of the last training steps, or if there are none, of what ran last."""
+        known = [calls for calls in list(self.by_key.values()) if calls.times]
+        training = (calls for calls in known if calls.target == TRAIN_ACTOR)
+        main = next(training, max(known, key=lambda calls: calls.times[-1][-1], default=None))
+        return None if main is None else main.recent()
+
+    def waits(self) -> float | None:
+        """Returns the part of the time of the last steps in which the training thread waited for a core; None if that
+        is unknown."""
+        waits = [*self._core_waits]
+        length = sum(length for _, length in waits)
+        return sum(waited for waited, _ in waits) / length if length else None
 
     def position(self) -> Position | None:
         """Returns where the training thread is now, None outside of a schedule call."""
@@ -228,14 +244,14 @@ class TimelineRecorder:
         """Has the calls before and behind a window written, now that the window is saved. ``target`` and ``role``: the
         calls that the window is of; a window of other work has all of them. It wakes the background thread, because
         the host may kill the process right behind a window, as Ray does."""
-        calls = self._calls.get((target, role))
-        for each in self._calls.values() if calls is None else (calls,):
+        calls = self.by_key.get((target, role))
+        for each in self.by_key.values() if calls is None else (calls,):
             each.captured()
         self._background.wake()
 
     def owes(self, target: str, role: str | None) -> bool:
         """Returns whether the next call is written because it is behind a window."""
-        calls = self._calls.get((target, role))
+        calls = self.by_key.get((target, role))
         return calls is not None and calls.count + 1 in calls.near[1]
 
     def drain(self) -> None:
@@ -251,9 +267,10 @@ class TimelineRecorder:
             # How long the training thread has waited for a core since the last time stands next to the last step.
             waited = None if self._read_waits is None else self._read_waits(step.start_ns)
             if waited is not None:
-                self.tally.add_wait(waited)
+                each = waited.waited / len(steps), waited.length / len(steps)
+                self._core_waits.extend([each] * len(steps))
                 if (payload := waited.pack()) is not None:
-                    steps[-1] = step, packed._replace(facts=(*packed.facts, (format.WAITED, payload)))
+                    packed.facts.append((format.WAITED, payload))
             chosen: list[PackedStep] = []
             for step, packed in steps:
                 if self._finished is None:
@@ -269,7 +286,7 @@ class TimelineRecorder:
             if self._waiting:
                 pause()
         if self._finished is not None:
-            every = list(self._calls.values())
+            every = list(self.by_key.values())
             self._files.append([step for calls in every for step in calls.due()])
             if all(calls.packed + 1 >= calls.near[1].stop for calls in every):
                 self._end_file()
@@ -314,31 +331,25 @@ class TimelineRecorder:
             else:
                 self._device.take_back([step.began, *step.marks, step.ended])
         if not step.flags & _UNUSUAL:
-            calls = step.calls
             share = host_bound.mean() if host_bound.size else math.nan
-            self.tally.add((calls.target, calls.role), (duration, *totals), step.start_ns, share)
-        begun, facts = (min(step.index, 0xFFFF), step.flags, step.number, step.start_ns), self._facts(step)
-        spent = duration, *totals, step.own // 1000
-        step.calls.busy_until_ns = step.start_ns + 1000 * duration
-        if host_bound.size:
-            facts = (*facts, (format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
-        if waits and not step.flags & format.INCOMPLETE:
-            facts = (*facts, (format.DATA, pack_data(waits)))
-        return PackedStep(step.metadata, shape, begun, spent, times, facts)
-
-    def _facts(self, step: RecordedStep) -> Facts:
-        """Returns what is written next to a step: the work of its microbatches, its memory, and the garbage collections
-        since the step before. Tensors of a step that the GPU may not have finished are not read."""
-        fetch = None if self._device is None or step.flags & format.INCOMPLETE else self._device.numbers
+            step.calls.took((duration, *totals), step.start_ns, share)
+        complete = not step.flags & format.INCOMPLETE
+        # Tensors of a step that the GPU may not have finished are not read.
+        fetch = self._device.numbers if self._device is not None and complete else None
         facts = [(format.WORK, self._work(step.given, fetch))]
         if step.memory is not None:
             facts.append((format.MEMORY, step.memory.pack()))
-        collected = [(start, end) for start, end, _ in self._collections.until(step.end_ns)]
-        if collected:
+        if collected := [(start, end) for start, end, _ in self._collections.until(step.end_ns)]:
             facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
         if step.between is not None:
             facts.append((format.BETWEEN, pack_between(_between(step))))
-        return tuple(facts)
+        step.calls.busy_until_ns = step.start_ns + 1000 * duration
+        if host_bound.size:
+            facts.append((format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
+        if waits and complete:
+            facts.append((format.DATA, pack_data(waits)))
+        begun = min(step.index, 0xFFFF), step.flags, step.number, step.start_ns
+        return PackedStep(step.metadata, shape, begun, (duration, *totals, step.own // 1000), times, facts)
 
     def _work(self, given: list[tuple[Any, ...]], fetch: Fetch | None) -> bytes:
         """Returns the packed work of the microbatches of a step. Most jobs are given the same shapes in every step, so
@@ -425,7 +436,7 @@ def _between(step: RecordedStep) -> list[tuple[str, int]]:
     for part, start, end in [*spans, ("", step.start_ns, step.start_ns)]:
         synchronised = part not in CALLS and (synchronised or part == "weight_sync")
         name = "rollout" if part == WAITING and synchronised else "" if part == own else part
-        # No time counts twice: several models of a process may each note a garbage collection.
+        # No time counts twice: the step of an optimizer may collect garbage.
         rows += [("", max(start - since, 0)), (name, max(end - max(start, since), 0))]
         since = max(end, since)
     return rows

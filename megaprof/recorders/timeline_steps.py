@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megaprof.formats import timeline as format
 from megaprof.formats.job import Recent, limit
 from megaprof.formats.names import artifact_path
-from megaprof.formats.timeline import DISTURBED, Memory, Waited
+from megaprof.formats.timeline import DISTURBED, Memory
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders.loop import Span
 from megaprof.recorders.tape import Tape
@@ -32,9 +32,12 @@ BEFORE, BEHIND = 20, 5
 FILES = 4
 #: The pause after a failed write (a full disk, a lost file server) before the next try, in seconds.
 PAUSE_SECONDS = 60.0
+#: The recent times are of this many steps.
+RECENT_STEPS = 32
 
-
-Facts = tuple[tuple[int, bytes], ...]
+Key = tuple[str, "str | None"]
+"""Target and role: what steps are counted by."""
+Facts = list[tuple[int, bytes]]
 """The facts written next to a step: which fact of `formats.timeline` it is, and its bytes."""
 
 
@@ -54,7 +57,8 @@ class PackedStep(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Calls:
-    """The calls of one target and role so far."""
+    """The calls of one target and role so far. The times of the last ones are filled and read on the background
+    thread."""
 
     target: str
     role: str | None
@@ -78,6 +82,9 @@ class Calls:
     """The last calls that were packed but not written."""
     packed: int = 0
     """The number of the last call that was packed, from 1 on."""
+    times: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Microseconds of each of the last steps: its length, its forwards, backwards, combined passes and all of these,
+    its time by other kind of event; then the fraction of its passes that waited for the host; and when it began."""
 
     def ended(self, flags: int) -> int:
         """Counts a call that has ended, with its flags of `megaprof.formats.timeline`. Returns its number."""
@@ -100,7 +107,39 @@ class Calls:
         self.before.clear()
         return steps
 
+    def took(self, microseconds: tuple[int, ...], start_ns: int, host_bound: float = math.nan) -> None:
+        """Adds a step to the last ones. `microseconds`: its length, and its time by kind of event, in the order of
+        `codes.KINDS`. `start_ns`: when it began, in wall-clock nanoseconds. `host_bound`: the fraction of its passes in
+        which the GPU waited for the host; NaN if that is not known."""
+        length, *passes = microseconds[:4]
+        self.times.append((length, *passes, sum(passes), *microseconds[4:], host_bound, start_ns / 1e3))
 
+    def recent(self) -> Recent:
+        """Returns the medians of the last steps, of which there must be some."""
+        *columns, host_bound, _ = zip(*_counting([*self.times]), strict=True)
+        waiting = [share for share in host_bound if not math.isnan(share)]
+        # A long forward and a long backward need not be in the same step, so medians of passes cannot be added.
+        medians = (statistics.median(times) / 1e3 for times in columns)
+        share = statistics.fmean(waiting) if waiting else None
+        return Recent(*(self.target, len(host_bound), *medians, self.role, share))
+
+    def seconds(self) -> float | None:
+        """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same
+        steps as `recent`. None before the second step."""
+        steps = [*self.times]
+        if len(steps) < 2:
+            return None
+        pauses = (max(0.0, after[-1] - before[-1] - before[0]) for before, after in itertools.pairwise(steps))
+        return (statistics.median(step[0] for step in _counting(steps)) + statistics.median(pauses)) / 1e6
+
+
+def _counting(steps: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Returns the steps that count. A step in which the rank stood still does not."""
+    longest = 1e6 * limit(statistics.median(step[0] for step in steps) / 1e6)
+    return [step for step in steps if step[0] <= longest]
+
+
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     """A tape with the other data of its step. It refers to no model and to no tensor of the schedule, because it may
     wait a while before it is written.
@@ -109,22 +148,6 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     the wall clock; ``own`` is how long the training thread took to begin and to end the record.
     """
 
-    __slots__ = (
-        "began",
-        "between",
-        "calls",
-        "count",
-        "end_ns",
-        "ended",
-        "entered",
-        "flags",
-        "index",
-        "memory",
-        "metadata",
-        "number",
-        "own",
-        "start_ns",
-    )
     number: int
     """The number of the step."""
     index: int
@@ -315,85 +338,6 @@ class TimelineFiles:
         else:
             with Suppressed(OSError):
                 self._path.unlink()
-
-
-#: The recent figures are of this many steps. As many readings of waits are kept, each of a step or more.
-RECENT_STEPS = 32
-
-Key = tuple[str, "str | None"]
-"""Target and role: what steps are counted by."""
-
-
-class Tally:
-    """The times of the last steps of every target and role. Filled and read on the background thread."""
-
-    def __init__(self) -> None:
-        #: Microseconds of each step: its length, its forwards, backwards, combined passes and all of these, its time by
-        #: other kind of event; then the fraction of its passes that waited for the host; and when it began.
-        self._steps: dict[Key, deque[tuple[float, ...]]] = {}
-        self._latest: Key | None = None
-        self._waits: deque[tuple[Waited, int]] = deque(maxlen=RECENT_STEPS)
-        self._since_reading = 0
-
-    def add_wait(self, waited: Waited) -> None:
-        """Adds how long the training thread waited for a processor core since the last reading. Drops the readings of
-        steps whose times are not kept either: waits and times must be of the same steps, or a rank that has only begun
-        to wait looks slow."""
-        self._waits.append((waited, self._since_reading))
-        self._since_reading = 0
-        kept = sum(steps for _, steps in self._waits)
-        while len(self._waits) > 1 and kept - self._waits[0][1] >= RECENT_STEPS:
-            kept -= self._waits.popleft()[1]
-
-    @property
-    def waits(self) -> float | None:
-        """The share of the time in which the training thread lately waited for a core; None if that is unknown."""
-        readings = [waited for waited, _ in list(self._waits)]
-        length = sum(waited.length for waited in readings)
-        return sum(waited.waited for waited in readings) / length if length else None
-
-    def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int, host_bound: float = math.nan) -> None:
-        """Adds a step. `microseconds`: its length, and its time by kind of event, in the order of `codes.KINDS`.
-        `start_ns`: when it began, in wall-clock nanoseconds. `host_bound`: the fraction of its passes in which the GPU
-        waited for the host; NaN if that is not known."""
-        length, *passes = microseconds[:4]
-        times = length, *passes, sum(passes), *microseconds[4:], host_bound, start_ns / 1e3
-        self._steps.setdefault(key, deque(maxlen=RECENT_STEPS)).append(times)
-        self._latest = key
-        self._since_reading += 1
-
-    def __contains__(self, key: Key) -> bool:
-        """Returns whether a step of this target and role was added."""
-        return key in self._steps
-
-    def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
-        """Returns the medians of `target` and `role`; without a target those of the training steps, or if there are
-        none, of what ran last."""
-        main = next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
-        chosen = main if target is None else (target, role)
-        if chosen is None or chosen not in self._steps:
-            return None
-        *columns, host_bound, _ = zip(*_counting(self._steps[chosen]), strict=True)
-        waiting = [share for share in host_bound if not math.isnan(share)]
-        # A long forward and a long backward need not be in the same step, so medians of passes cannot be added.
-        medians = (statistics.median(times) / 1e3 for times in columns)
-        share = statistics.fmean(waiting) if waiting else None
-        return Recent(*(chosen[0], len(host_bound), *medians, chosen[1], share))
-
-    def seconds(self, key: Key) -> float | None:
-        """Returns the seconds from one step to the next: the median step plus the median pause behind it, of the same
-        steps as `recent`. None before the second step."""
-        steps = self._steps.get(key, ())
-        if len(steps) < 2:
-            return None
-        pauses = (max(0.0, after[-1] - before[-1] - before[0]) for before, after in itertools.pairwise(steps))
-        return (statistics.median(step[0] for step in _counting(steps)) + statistics.median(pauses)) / 1e6
-
-
-def _counting(steps: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Returns the steps that count. A step in which the rank stood still does not."""
-    longest = 1e6 * limit(statistics.median(step[0] for step in steps) / 1e6)
-    return [step for step in steps if step[0] <= longest]
 
 
 def change_clock() -> Callable[[Any], float]:

@@ -429,13 +429,6 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     assert not thread.is_alive(), "it has nothing more to do"
 
 
-class KnowsEverything(SimpleNamespace):
-    """Stands for the tally of a timeline with steps of every target and role."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
 def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     for number in range(8):
@@ -448,7 +441,9 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
         position=lambda: inside,
         device_position=lambda: inside,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
-        tally=KnowsEverything(recent=lambda *_: recent, seconds=lambda key: 1.0, waits=0.123456789),
+        by_key={("train_actor", role): SimpleNamespace(times=[()], seconds=lambda: 1.0)},
+        recent=lambda: recent,
+        waits=lambda: 0.123456789,
         close=recorder.close,
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)

@@ -171,7 +171,7 @@ def test_where_the_gpu_comes_at_once_it_waits_for_its_host(
         gpu.ahead = 2 * 10**9
         one_rank.train_step()
         recorded(handle).drain()
-        recent = recorded(handle).tally.recent()
+        recent = recorded(handle).recent()
         assert recent is not None
         assert recent.host_bound_passes == 0.5
     assert host_bound(tmp_path) == [[True] * 6, [False] * 6]

@@ -28,10 +28,10 @@ def described(role: str) -> dict[str, Any]:
     return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
 
 
-def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts = ()) -> PackedStep:
+def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts | None = None) -> PackedStep:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, shape, [s + 1 for s in shape], {"forward": 10})
     events = array("q", shape).tobytes()
-    return PackedStep(described(key), events, record.begun(), record.spent(), record.times(), facts)
+    return PackedStep(described(key), events, record.begun(), record.spent(), record.times(), facts or [])
 
 
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
@@ -73,7 +73,7 @@ def test_what_stands_beside_a_step_stands_in_every_file_and_once_as_long_as_it_h
     work = [b"" if step < 5 else b"few" if step % 100 else b"many" for step in range(1000)]
     for first in range(0, 1000, 16):
         numbers = range(first, min(first + 16, 1000))
-        timeline.append([step_of(n, facts=((format.WORK, work[n]), (9, b"%d" % n))) for n in numbers])
+        timeline.append([step_of(n, facts=[(format.WORK, work[n]), (9, b"%d" % n)]) for n in numbers])
     timeline.close()
     for path in sorted(tmp_path.iterdir()):
         read = read_timeline(path)
