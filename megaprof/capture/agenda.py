@@ -38,6 +38,14 @@ class CountedStep:
         """True if its window ends with the host's step, or with annotated work, and not with a call."""
         return self.target in (TRAIN_OVERALL, ANNOTATED)
 
+    def goes_on(self, steps: tuple[CountedStep, ...]) -> bool:
+        """Returns whether it goes on when ``steps`` begin (`Agenda.begins`), so that its window stays open."""
+        step = steps[0] if self.target == TRAIN_OVERALL else steps[-1]
+        if self.target == ANNOTATED or step.target != self.target or step.number == self.number:
+            return True
+        # A role counts its own steps, so another role's step is part of the window. A step with a host's number is not.
+        return step.role != self.role and not (step.target == TRAIN_OVERALL and step.hosts)
+
 
 @dataclass(eq=False)
 class Demand:
@@ -142,7 +150,9 @@ class Agenda:
         self.wishes: dict[tuple[str, str | None], Wish] = {}
         self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
-        self._before: tuple[CountedStep, ...] = ()  # the steps that began with the call before
+        # The steps that began with the last call, and with the call before it.
+        self._begun: tuple[CountedStep, ...] = ()
+        self._before: tuple[CountedStep, ...] = ()
 
     def begins(
         self,
@@ -152,18 +162,16 @@ class Agenda:
         host_step: int | None = None,
         *,
         graph: bool = False,
-        opened: CountedStep | None = None,
         demand: Demand | None = None,
-    ) -> tuple[tuple[CountedStep, ...], bool, list[Planned], Planned | None]:
+    ) -> tuple[tuple[CountedStep, ...], list[Planned]]:
         """Counts a call, or annotated work, that begins. Returns the steps that begin with it: the host's step, if one
-        does, and then the call's own; whether the open window ended before it; and the windows that are wanted. The
-        first that can open does so, and the others are lost (`lose`). Last, that of these steps after which a wanted
-        step will probably begin with the next call (`_before_wanted`).
+        does, and then the call's own; and the windows that are wanted. The first that can open does so, and the others
+        are lost (`lose`).
 
         ``number``: the host's number for it; None or negative if the host has none. ``host_step``: the number of the
         host's step that it is in; None if unknown, negative if the host counts but is in no step. ``graph``: whether it
-        captures a CUDA graph. Then it can have no window, and a schedule does not count it. ``opened``: the step of the
-        session's open window, if it can be closed now. ``demand``: the capture on demand, if any.
+        captures a CUDA graph. Then it can have no window, and a schedule does not count it. ``demand``: the capture on
+        demand, if any.
         """
         index = self.wish(target, role).ran
         hosts = number is not None and number >= 0
@@ -171,7 +179,6 @@ class Agenda:
         around = self._host_step_of(step, host_step)
         steps = (step,) if around is None else (around, step)
         wishes = [self.wish(step.target, step.role) for step in steps]
-        closes = opened is not None and not _stays_open(opened, steps)
         opens: list[Planned] = []
         if demand is not None and (wanted := self._demanded(demand, steps)) is not None:
             opens.append((wanted, demand))
@@ -181,8 +188,8 @@ class Agenda:
                 wish.wanted[step.number] = None
                 opens.append((step, None))
             wish.runs(step.number, graph=graph)
-        coming = self._before_wanted(steps, demand) if self._planned or demand is not None else None
-        return steps, closes, opens, coming
+        self._before, self._begun = self._begun, steps
+        return steps, opens
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -202,7 +209,10 @@ class Agenda:
         if number is not None and number >= 0:
             if before is None or number != before.number:
                 index = 0 if before is None else before.index + 1
-            elif self._captures_host_steps(before.role) or not self._captures_host_steps(step.role):
+            elif (  # this rank captures the step from its first call on, or nothing of this role
+                self.wish(TRAIN_OVERALL, before.role).plan is not None
+                or self.wish(TRAIN_OVERALL, step.role).plan is None
+            ):
                 return None
             else:
                 index = before.index
@@ -211,10 +221,6 @@ class Agenda:
         if step.target == TRAIN_ACTOR and (before is None or number is not None):
             return CountedStep(TRAIN_OVERALL, step.role, step.number, step.index, False)
         return None
-
-    def _captures_host_steps(self, role: str | None) -> bool:
-        """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
-        return self.wish(TRAIN_OVERALL, role).plan is not None
 
     def _demanded(self, demand: Demand, steps: tuple[CountedStep, ...]) -> CountedStep | None:
         """Returns which of ``steps``, which begin now, gets a window of ``demand``; None if none does."""
@@ -239,13 +245,12 @@ class Agenda:
         else:
             self.wish(step.target, step.role).wanted[step.number] = reason
 
-    def _before_wanted(self, steps: tuple[CountedStep, ...], demand: Demand | None) -> Planned | None:
-        """Returns the first of ``steps``, which begin with a call, after which the next call probably begins a step
+    def before_wanted(self, demand: Demand | None) -> Planned | None:
+        """Returns the first of the steps that began with the last call after which the next call probably begins a step
         that is wanted, by the configuration or for ``demand``: its predecessor began with the call before, as in a job
         that only trains. If calls share a number, as RL's mini-batches do, nobody knows which is the last."""
         before = [(step.target, step.role, step.number + 1) for step in self._before]
-        self._before = steps
-        for step in steps:
+        for step in self._begun:
             if (step.target, step.role, step.number) not in before:
                 continue
             wish, following = self.wish(step.target, step.role), step.index + 1
@@ -282,11 +287,3 @@ class Agenda:
             return None
         return config.plan(target)
 
-
-def _stays_open(opened: CountedStep, steps: tuple[CountedStep, ...]) -> bool:
-    """Returns whether the window of ``opened`` stays open when ``steps`` begin, because that step goes on."""
-    step = steps[0] if opened.target == TRAIN_OVERALL else steps[-1]
-    if opened.target == ANNOTATED or step.target != opened.target or step.number == opened.number:
-        return True
-    # A role counts its own steps, so another role's step is part of the window. A step with a host's number is not.
-    return step.role != opened.role and not (step.target == TRAIN_OVERALL and step.hosts)

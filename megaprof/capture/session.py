@@ -116,22 +116,17 @@ class Session:
                 self._meet(role)
             target = facts.target
             opened = None if process.window is None else self._own_window
-            steps, closes, opens, coming = self.agenda.begins(
-                target,
-                role,
-                *self._numbers(target),
-                graph=facts.graph == "capture",
-                opened=None if opened is None or capturing() else opened.step,
-                demand=self.demand,
-            )
+            graph, demand = facts.graph == "capture", self.demand
+            steps, opens = self.agenda.begins(target, role, *self._numbers(target), graph=graph, demand=demand)
             self._coming = ()
-            if self.recorders or self.demand is not None:
+            if self.recorders or demand is not None:
                 now = time.perf_counter_ns()
                 self._between, self._began = now - self._began, now
+                coming = self.agenda.before_wanted(demand)
                 self._coming = () if coming is None else self._recorders(coming[1])
             if opened is not None or opens or process.prepared is not None:
                 with self._termination:
-                    if closes:
+                    if opened is not None and not (capturing() or opened.step.goes_on(steps)):
                         self._close(None)
                     elif opened is not None:
                         self._check_work(opened, facts)
@@ -185,7 +180,7 @@ class Session:
                     self._meet(role)
                 graph, before = capturing(), process.window
                 numbers = self._numbers(ANNOTATED)
-                opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)[2]
+                _, opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)
                 self._open_first(opens, NO_CALL._replace(graph="capture" if graph else None))
                 opened = process.window is not before
         return opened

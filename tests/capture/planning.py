@@ -51,9 +51,8 @@ def windows_of(agenda: Agenda, calls: Iterable[Call], demand: Demand | None = No
         opened = None
 
     for call in calls:
-        step_open = None if opened is None else opened[0]
-        _, closes, opens, _ = agenda.begins(*call[:4], graph=call.graph, opened=step_open, demand=demand)
-        if closes:
+        steps, opens = agenda.begins(*call[:4], graph=call.graph, demand=demand)
+        if opened is not None and not opened[0].goes_on(steps):
             close()
         for step, request in opens:
             if opened is not None or call.graph:

@@ -204,7 +204,7 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
-        _, _, ((step, demand),), _ = session.agenda.begins("train_log_probs")
+        _, ((step, demand),) = session.agenda.begins("train_log_probs")
         session._open(step, demand)
         assert process.window is not None
         assert process.window.window.repeat == 2
