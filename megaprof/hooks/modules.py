@@ -1,4 +1,5 @@
-"""Module ranges: embedding, layers, attention, MLP, router, dispatch, experts, output layer, forward and backward.
+"""Module ranges: embedding, layers, attention, MLP, router, dispatch, experts, output layer, forward and backward; and
+what models and experts are given.
 
 Only a recorded call has them. When the call starts, the ``forward`` of its modules is shadowed in their ``__dict__``;
 when it ends, that is undone. Module hooks would not do: megatron-core and Transformer Engine look at hooks and act on
@@ -10,6 +11,11 @@ runs ready nodes in the order of their sequence numbers, latest first, and the c
 node. One forward creates a contiguous stretch of numbers, so its nodes also run in one stretch, from the node of an
 output down to the lowest node that this output reaches. Outputs that do not depend on each other (tokens and
 probabilities in the dispatcher) may make two stretches, which are two ranges.
+
+In the same way a recorded call has the lengths of the sequences that its models are given, and the tokens of each
+expert. The experts of a MoE layer have ``forward(hidden_states, tokens_per_expert, ...)`` (0.12 to 0.19), where the
+number of tokens of each local expert is a small tensor. The hook keeps the tensor, which is read when the window is
+closed and the device has finished.
 """
 
 from __future__ import annotations
@@ -19,14 +25,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from megaprof.capture.bounds import capturing
 from megaprof.capture.profiler import Dispatcher
-from megaprof.formats import ranges
+from megaprof.formats import codes, ranges
 from megaprof.formats.metadata import WithoutRange
+from megaprof.hooks.dispatch import argument, given
 from megaprof.parallel.megatron import innermost, language_model
+from megaprof.recorders.call import CallFacts
 from megaprof.recorders.emit import Range, names
-from megaprof.runtime.isolation import Contained
+from megaprof.recorders.tape import Hook
+from megaprof.runtime.isolation import Contained, contained
 
 COMPILED = "torch.compile compiles it, or a module around it"
+_PACKED, _TOKENS = "packed_seq_params", "input_ids"
+_COUNTS = 1, "tokens_per_expert"
 
 Site = tuple[Any, str, str]
 """An object, the name of its method that gets a range, and the name of the range."""
@@ -184,6 +196,58 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
             else:
                 of_this_call.without[name] = _reason(chunk, name)
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
+
+
+def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
+    """Notes what the models of a call get, until the call ends. Leaves out models that torch.compile compiles, because
+    a replaced ``forward`` would be compiled again."""
+    for chunk, model in zip(facts.chunks, dispatcher.models, strict=True):
+        if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
+            continue
+        # The combined 1F1B schedule has a model plan its forward, and calls the parts of the plan (0.14 to 0.19).
+        combined = getattr(getattr(model, "config", None), "overlap_moe_expert_parallel_comm", False)
+        method = "build_schedule_plan" if combined and not facts.forward_only else "forward"
+        if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
+            dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
+
+
+def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    packed, tokens = (argument(getattr(original, "__func__", original), name) for name in (_PACKED, _TOKENS))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if (call := dispatcher.call) is not None:
+            try:
+                call.tape.takes(given(packed, args, kwargs), given(tokens, args, kwargs))
+            except BaseException as fault:
+                if not contained("looking at a microbatch", dispatcher.drop, fault):
+                    raise
+        return result
+
+    return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, packed, tokens)
+
+
+def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+    """Notes how many tokens the experts of ``chunks`` get, until the call ends."""
+    for chunk in chunks:
+        compiled = compiled_in(chunk)
+        for owner, method, name in sites(chunk, parts=True):
+            read = ranges.parse(name)
+            if isinstance(read, ranges.RangeName) and read.label == ranges.EXPERTS and id(owner) not in compiled:
+                dispatcher.of_this_call.shadow(owner, method, partial(_counted, dispatcher))
+
+
+def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        call = dispatcher.call
+        # A forward that a backward recomputes was already counted.
+        if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
+            with Contained("counting the tokens of experts", dispatcher.drop):
+                if (counts := given(_COUNTS, args, kwargs)) is not None:
+                    call.experts.append(counts)
+        return original(*args, **kwargs)
+
+    return watched
 
 
 def compiled_in(chunk: Any) -> set[int]:

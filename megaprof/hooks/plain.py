@@ -12,15 +12,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megaprof.capture.bounds import capturing
 from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.formats import codes
+from megaprof.formats.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged, stepped
-from megaprof.hooks.inputs import patch_plain_model
-from megaprof.recorders.call import Batch, CallFacts, RecordedCall
+from megaprof.hooks.modules import is_compiled
+from megaprof.parallel.megatron import innermost
+from megaprof.recorders.call import MOST_SEQUENCES, Batch, CallFacts, RecordedCall
 from megaprof.runtime.armed import armed
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.isolation import Contained, contained
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,11 +51,55 @@ def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: 
 
     (model,) = call.facts.chunks
     steps = PlainSteps(model, forward_only=call.facts.forward_only)
-    patch_plain_model(dispatcher, model)  # first, so that the pass is around it
+    _watch_inputs(dispatcher, model)  # first, so that the pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, steps.forward)
     if not call.facts.forward_only:
         dispatcher.of_this_call.apply(torch.autograd, "backward", steps.backward)
+
+
+def _watch_inputs(dispatcher: Dispatcher, model: Any) -> None:
+    """Notes what ``model`` gets, until the call ends. It has no packed sequences of Megatron's: its mask or positions
+    show the lengths."""
+    inner = innermost(model)
+    if not is_compiled(model) and not is_compiled(inner):
+        dispatcher.of_this_call.shadow(inner, "forward", partial(_watched, dispatcher))
+
+
+def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        call = dispatcher.call
+        if call is not None and call.tape.forward is not None:
+            try:
+                if not capturing() and (inputs := _inputs_of(*args[:1], **kwargs)) is not None:
+                    call.tape.given.append((call.tape.forward, *inputs))
+            except BaseException as fault:
+                if not contained("looking at a microbatch", dispatcher.drop, fault):
+                    raise
+        return original(*args, **kwargs)
+
+    return watched
+
+
+def _inputs_of(
+    input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> tuple[Any, ...] | None:
+    """Returns the tensors and sizes from which `recorders.call` reads the lengths later; None if the arguments show
+    none. Takes a few operations on the model's own device, and does not wait for them."""
+    import torch
+
+    shape = getattr(input_ids, "shape", None)
+    with torch.no_grad():
+        if getattr(attention_mask, "ndim", 0) == 2:
+            return MASK, attention_mask.sum(-1), attention_mask.numel()
+        if getattr(position_ids, "ndim", 0) in (2, 3):
+            rows = position_ids if position_ids.ndim == 2 else position_ids[0]  # the first axis of a picture's
+            begins = rows == 0
+            begins[:, 0] = True
+            count, places = rows.numel(), torch.arange(rows.numel(), device=rows.device)
+            first = torch.where(begins.reshape(-1), places, count).sort().values
+            return POSITIONS, first[: MOST_SEQUENCES + 1], count
+    return None if shape is None else (shape,)
 
 
 class PlainSteps:
@@ -121,7 +168,7 @@ class PlainSteps:
         self._recorded = self._dispatcher.begin(self.facts) is not None
         if self._recorded:
             with Contained("looking at a model", self._dispatcher.drop):
-                patch_plain_model(self._dispatcher, self.facts.chunks[0])
+                _watch_inputs(self._dispatcher, self.facts.chunks[0])
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""

@@ -1,6 +1,6 @@
 """Installs all hooks on Megatron-Core. Here are those on the three schedules, so that every ``forward_backward_func``
-call may be recorded, and on what they call: passes of microbatches, exchanges between stages and the waits for
-overlapped ones, gradient finalisation, and the capture of CUDA graphs.
+call may be recorded, and on what they call: the data iterator, passes of microbatches, exchanges between stages and the
+waits for overlapped ones, gradient finalisation, and the capture of CUDA graphs.
 
 Hosts call ``get_forward_backward_func``, which looks the schedules up in their module at each call (0.12 to 0.19), or
 import a schedule by its name. So it is replaced in every module that has it; in an armed process also behind that.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,8 +25,7 @@ from megaprof.capture.roles import evaluating
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
 from megaprof.hooks.dispatch import argument, given, ranged, stepped
-from megaprof.hooks.inputs import patch_experts, patch_models, watch_data
-from megaprof.hooks.modules import patch_modules
+from megaprof.hooks.modules import patch_experts, patch_models, patch_modules
 from megaprof.parallel.megatron import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import CallFacts, RecordedCall
@@ -161,6 +160,62 @@ def _caller() -> str | None:
 
 def _integer(value: Any) -> int | None:
     return value if type(value) is int else None  # a bool is no number of anything
+
+
+_ITERATOR = "data_iterator"
+
+
+def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:
+    """Watches the data iterators among the arguments of a recorded call, for that call only: one, or one for each model
+    chunk. A stage without data has None. What is no plain iterator is passed on as it is."""
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        tape = call.tape
+        # Without a timeline, nothing says when a forward has ended.
+        inside = not call.timed or tape.now & codes.KIND_MASK in (codes.FORWARD, codes.COMBINED)
+        return codes.DATA | (tape.forward or 0) * inside
+
+    def watched(iterator: Any) -> Any:
+        kind = type(iterator)
+        if not hasattr(kind, "__next__") or hasattr(kind, "__getitem__") or callable(iterator):
+            return iterator
+        return Watched(iterator, ranged(partial(next, iterator), dispatcher, code, fast=(codes.DATA,)))
+
+    if (source := arguments.get(_ITERATOR)) is not None:
+        arguments[_ITERATOR] = [watched(each) for each in source] if type(source) is list else watched(source)
+
+
+class Watched:
+    """Stands for an iterator in a call. It has the iterator's attributes and class, and its ``next`` is ``hook``.
+
+    ``next`` is a slot, so Python finds the hook without running any Python code: a method would take several times as
+    long. Nothing of the iterator itself is changed, and whoever else holds it is not watched.
+    """
+
+    __slots__ = ("__next__", "__weakref__", "_iterator")
+
+    def __init__(self, iterator: Any, hook: Any) -> None:
+        object.__setattr__(self, "_iterator", iterator)
+        object.__setattr__(self, "__next__", hook)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __bool__(self) -> bool:
+        return bool(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._iterator, name, value)
 
 
 _FINALIZE = "finalize_model_grads_func"

@@ -19,7 +19,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_data
 from megaprof.formats.ranges import DATA_WAIT
 from megaprof.hooks import dispatch
-from megaprof.hooks.inputs import Watched
+from megaprof.hooks.schedules import Watched
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.tables import tables_in
 

@@ -10,7 +10,7 @@ import torch
 
 from megaprof.formats import codes
 from megaprof.formats.facts import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
-from megaprof.hooks.inputs import _inputs_of
+from megaprof.hooks.plain import _inputs_of
 from megaprof.recorders import call
 from megaprof.recorders.call import read_work
 
@@ -56,7 +56,7 @@ def test_masks_and_positions_tell_of_models_without_packed_sequences(monkeypatch
         assert read(*(_inputs_of(position_ids=given) or ())) == Work(12, (3, 2, 1, 2, 4), POSITIONS)
     assert read(*(_inputs_of(ids, attention_mask=torch.ones(2, 1, 4, 4)) or ())) == Work(8, (4, 4), SHAPES)
     assert _inputs_of() is None
-    monkeypatch.setattr("megaprof.hooks.inputs.MOST_SEQUENCES", 4)
+    monkeypatch.setattr("megaprof.hooks.plain.MOST_SEQUENCES", 4)
     monkeypatch.setattr(call, "MOST_SEQUENCES", 4)
     assert read(*(_inputs_of(position_ids=positions) or ())) is None, "too many to keep"
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.formats import codes
-from megaprof.hooks import inputs
+from megaprof.hooks import modules
 from megaprof.recorders import tape
 from megaprof.recorders.tape import Gate, Hook, PythonTape, Tape, raw
 from megaprof.runtime.patching import Patches
@@ -134,8 +134,8 @@ def test_what_a_model_is_given_is_noted_when_it_has_returned(monkeypatch: pytest
         return input_ids
 
     gate, dispatcher, tokens = Gate(never), SimpleNamespace(call=SimpleNamespace()), torch.zeros(2, 7)
-    monkeypatch.setattr(inputs, "Hook", None)
-    in_python: Any = inputs._watched(dispatcher, model)  # type: ignore[arg-type]
+    monkeypatch.setattr(modules, "Hook", None)
+    in_python: Any = modules._watched(dispatcher, model)  # type: ignore[arg-type]
     in_c = Hook(gate, model, in_python, codes.MODEL, (1, "packed_seq_params"), (0, "input_ids"))
     for hook in (in_c, in_python):
         gate.tape = dispatcher.call.tape = made = Tape()
