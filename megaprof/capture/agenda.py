@@ -286,4 +286,3 @@ class Agenda:
         if selector is None or not selector.selects(self._coords):
             return None
         return config.plan(target)
-

@@ -29,13 +29,14 @@ from megaprof.runtime.isolation import Suppressed, logger
 
 #: How many seconds a closing window waits for the device while other ranks may be waiting for this one.
 GRACE_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+#: The time between two looks, each of which holds the interpreter lock for ~0.1 ms.
+INTERVAL_SECONDS = 0.1
 
 
 def capturing() -> bool:
     """Returns whether this thread's current stream is being captured into a CUDA graph. Then nobody may wait for
     the device: that would end the capture with an error in the host."""
-    torch = sys.modules.get("torch")  # every step asks this, so it does not go through `_cuda`
+    torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -48,7 +49,8 @@ class DeviceWait:
     """
 
     def __init__(self) -> None:
-        self._cuda = _cuda()
+        torch = sys.modules.get("torch")  # asking must not initialise CUDA
+        self._cuda: Any = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
         self._wait_requested = threading.Event()
         self._done = threading.Event()
         if self._cuda is not None:
@@ -64,7 +66,7 @@ class DeviceWait:
         elif self._cuda is not None:
             self._wait_requested.set()
             deadline = time.monotonic() + seconds
-            while reason is None and not self._done.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            while reason is None and not self._done.wait(max(0.0, min(INTERVAL_SECONDS, deadline - time.monotonic()))):
                 if ending():
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() >= deadline:
@@ -86,18 +88,10 @@ class DeviceWait:
             self._done.set()
 
 
-def _cuda() -> Any:
-    """Returns torch.cuda if this process uses it, else None. Asking must not initialise it."""
-    torch = sys.modules.get("torch")
-    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
-
-
 #: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
 #: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
 #: docs/architecture.md has the figures).
 CLOSING_FACTOR = 7
-#: The time between two looks, each of which holds the interpreter lock for ~0.1 ms.
-INTERVAL_SECONDS = 0.1
 
 
 def watch_host_memory(
@@ -107,24 +101,21 @@ def watch_host_memory(
     ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read is not watched.
     ``others``: the number of other processes of this host that may close a window at the same time; each is taken to
     need as much as this one."""
-    arguments = done, limit, others, on_limit
-    threading.Thread(target=_watch, args=arguments, name="megaprof-host-memory", daemon=True).start()
 
+    def watch() -> None:
+        try:
+            bounds, before, reason = find_bounds(), resident_bytes(), None
+            while reason is None and not done.is_set():
+                resident = resident_bytes()
+                needed = CLOSING_FACTOR * max(0, resident - before)
+                reason = _over(bounds, limit, resident, needed, others * needed)
+                if reason is not None and not done.is_set():
+                    on_limit(reason)
+                done.wait(INTERVAL_SECONDS)
+        except Exception:  # a file of the kernel's in an unknown format must do no harm
+            logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
-def _watch(
-    done: threading.Event, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]
-) -> None:
-    try:
-        bounds, before, reason = find_bounds(), resident_bytes(), None
-        while reason is None and not done.is_set():
-            resident = resident_bytes()
-            needed = CLOSING_FACTOR * max(0, resident - before)
-            reason = _over(bounds, limit, resident, needed, others * needed)
-            if reason is not None and not done.is_set():
-                on_limit(reason)
-            done.wait(INTERVAL_SECONDS)
-    except Exception:  # a file of the kernel's in an unknown format must do no harm
-        logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
+    threading.Thread(target=watch, name="megaprof-host-memory", daemon=True).start()
 
 
 def _over(

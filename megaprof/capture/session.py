@@ -122,8 +122,8 @@ class Session:
             if self.recorders or demand is not None:
                 now = time.perf_counter_ns()
                 self._between, self._began = now - self._began, now
-                coming = self.agenda.before_wanted(demand)
-                self._coming = () if coming is None else self._recorders(coming[1])
+                if (coming := self.agenda.before_wanted(demand)) is not None:
+                    self._coming = self.recorders if coming[1] is None else coming[1].recorders
             if opened is not None or opens or process.prepared is not None:
                 with self._termination:
                     if opened is not None and not (capturing() or opened.step.goes_on(steps)):
@@ -192,10 +192,6 @@ class Session:
         with Contained("closing a window", self.abandon), self._termination:
             if (opened := self._own_window) is not None and opened.window.target == target:
                 self._close("the host raised an exception" if failed else None)
-
-    def _recorders(self, demand: Demand | None) -> Sequence[Recorder]:
-        """The recorders of a window for ``demand``; None: of one that the configuration wants."""
-        return self.recorders if demand is None else demand.recorders
 
     @property
     def _own_window(self) -> OpenWindow | None:
@@ -352,7 +348,8 @@ class Session:
         names = os.path.join(self._folder, window.path("", "").name)
         process.repeats[names] = process.repeats.get(names, 0) + 1
         window = replace(window, repeat=process.repeats[names])
-        process.window = opened = OpenWindow(self, window, step, demand, self._recorders(demand))
+        recorders = self.recorders if demand is None else demand.recorders
+        process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()
         try:
             watch_host_memory(opened.memory_is_safe, *self._memory_limit, partial(process.memory_ran_out, self))

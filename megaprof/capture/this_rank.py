@@ -14,7 +14,6 @@ does Megatron, which moves flat buffers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from megaprof.parallel.megatron import (
     place_from_groups,
     place_from_parallel_state,
 )
-from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.runtime.isolation import show_lines
 
@@ -83,7 +81,10 @@ class ThisRank:
             raise ValueError(f"{' and '.join(lasting)}: {refusal(config.holding)}")
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
         selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
-        ranks, local = _selected(selectors, coords, layout), local_ranks() or 1
+        selections = [selector.ranks(coords.sizes, layout) for selector in selectors]
+        known = [selection for selection in selections if selection is not None]
+        ranks = sorted({rank for selection in known for rank in selection}) if len(known) == len(selections) else None
+        local = local_ranks() or 1
         first = coords.rank - coords.rank % local
         others = set(range(first, first + local)) - {coords.rank}
         here = cls(
@@ -105,18 +106,6 @@ class ThisRank:
     def speaks(self) -> bool:
         """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
         return self.coords.rank == (self.ranks[0] if self.ranks else 0)
-
-
-def _selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
-    """Returns the ranks that any of ``selectors`` selects, ascending; None if they select by coordinates and the layout
-    is unknown."""
-    ranks: set[int] = set()
-    for selector in selectors:
-        selected = selector.ranks(coords.sizes, layout)
-        if selected is None:
-            return None
-        ranks.update(selected)
-    return sorted(ranks)
 
 
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
