@@ -292,10 +292,7 @@ class ProfileConfig:
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
-        for tool, names in (
-            (TIMELINE, TIMELINE_ONLY),
-            ("torch", TORCH_ONLY),
-        ):
+        for tool, names in ((TIMELINE, TIMELINE_ONLY), ("torch", TORCH_ONLY)):
             for name in names:
                 if tool not in self.tool and getattr(self, name) != getattr(ProfileConfig, name):
                     raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")
@@ -355,17 +352,8 @@ class ProfileConfig:
 
         ``names`` has the user's spelling of those ``flags`` that are not really flags, for messages. Raises ValueError.
         """
-        env = os.environ if env is None else env
         names = names or {}
-        names_by_variable = {variable(name): name for name in (*(option.name for option in options()), *ALIASES)}
-        for name in env:
-            if name.startswith(ENV_PREFIX) and name not in names_by_variable:
-                raise ValueError(f"{name}: unknown variable; known: {', '.join(names_by_variable)}")
-        set_by_env = _without_aliases(
-            {name: env[variable_name] for variable_name, name in names_by_variable.items() if variable_name in env},
-            variable,
-            ProfileConfig.schedule,
-        )
+        set_by_env = set_in(os.environ if env is None else env)
         schedule = str(set_by_env.get("schedule", ProfileConfig.schedule))
         set_by_flags = _without_aliases(flags, lambda name: names.get(name, flag(name)), schedule)
         spellings = {name: variable(name) for name in set_by_env if name not in set_by_flags} | dict(names)
@@ -420,10 +408,11 @@ def options() -> tuple[Field[Any], ...]:
     return tuple(option for option in fields(ProfileConfig) if option.metadata)
 
 
-def set_in(env: Mapping[str, str]) -> set[str]:
-    """Returns the names of the options that ``env`` sets."""
-    names = {option.name for option in options() if variable(option.name) in env}
-    names |= {
-        name for alias, (name, _) in SWITCHES.items() if read.boolean(variable(alias), env.get(variable(alias), "0"))
-    }
-    return names | {"schedule"} if any(variable(part) in env for part in SCHEDULE) else names
+def set_in(env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the options that ``env`` sets, by name, with their values as text. Raises ValueError."""
+    names = {variable(name): name for name in (*(option.name for option in options()), *ALIASES)}
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in names:
+            raise ValueError(f"{name}: unknown variable; known: {', '.join(names)}")
+    values = {name: env[variable_name] for variable_name, name in names.items() if variable_name in env}
+    return _without_aliases(values, variable, ProfileConfig.schedule)

@@ -48,7 +48,7 @@ def config_of(policy: Any) -> ProfileConfig:
     from megaprof.config.options import SCHEDULE, ProfileConfig, set_in
 
     megaprof_settings, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
-    set_names = set_in(os.environ) | megaprof_settings.keys()
+    set_names = {*set_in(os.environ), *megaprof_settings}
     if "target" not in set_names:
         return ProfileConfig.from_values(megaprof_settings)
     if settings.enable:
