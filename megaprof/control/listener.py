@@ -24,7 +24,7 @@ from megaprof.capture.process import process
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import ControlDirectory, RunningJob, Unsafe, names_of, read, write
-from megaprof.control.request import check, recorder_config
+from megaprof.control.request import check
 from megaprof.formats.job import (
     CAPTURE,
     COLLECTIVES,
@@ -69,10 +69,9 @@ def _demanded(request: Request, run: RunRecord, session: Session, directory: str
     and says why."""
     demand = Demand(request.target, None, -1, request.steps, (), request=request.id)
     try:
-        check(request, run)
+        config = check(request, run, directory)
         if session.off is not None:
             raise Refused(f"profiling is off on this rank since a fault: {session.off}")
-        config = recorder_config(request, directory)
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
         demand.role, demand.holding = _role_of(request, session), config.holding

@@ -74,29 +74,24 @@ def new_request(
     return request
 
 
-def check(request: Request, run: RunRecord | None) -> None:
-    """Raises Refused unless ranks of `run` could carry it out; without a run, unless any job could."""
+def check(request: Request, run: RunRecord | None, directory: str = ".") -> ProfileConfig:
+    """Returns the configuration of a request's recorders, with files in `directory`: the request's own options, and
+    nothing of the job's. Raises Refused unless ranks of `run` could carry it out; without a run, unless any job
+    could."""
     try:
         if request.target not in TARGETS:
             raise ValueError(f"{flag('target')}: unknown target {request.target!r}; known: {', '.join(TARGETS)}")
         selector = request.selector
-        recorder_config(request, ".")
+        if unknown := sorted(set(request.options) - {"tool", *OPTIONS}):
+            raise ValueError(f"unknown option {unknown[0]!r}; known: tool, {', '.join(OPTIONS)}")
+        options: dict[str, Any] = dict(request.options)
+        config = ProfileConfig(target=(request.target,), dir=directory, **options)
+        if TIMELINE in config.tool:
+            raise ValueError(f"{flag('tool')} {TIMELINE} records all the time or not at all")
         if run is not None:
             selector.check(run.sizes, run.layout)
     except ValueError as mistake:
         raise Refused(str(mistake)) from None
-
-
-def recorder_config(request: Request, directory: str) -> ProfileConfig:
-    """Returns the configuration of the recorders of a request: its own options, and nothing of the job's. Raises
-    ValueError."""
-    unknown = sorted(set(request.options) - {"tool", *OPTIONS})
-    if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}; known: tool, {', '.join(OPTIONS)}")
-    options: dict[str, Any] = dict(request.options)
-    config = ProfileConfig(target=(request.target,), dir=directory, **options)
-    if TIMELINE in config.tool:
-        raise ValueError(f"{flag('tool')} {TIMELINE} records all the time or not at all")
     return config
 
 
