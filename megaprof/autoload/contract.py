@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +159,8 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
         original = batched(hook.batch, original)
     message = hook.function.rpartition(".")[2].lstrip("_")
 
-    def facts_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    @contextmanager
+    def around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         facts = Facts()
         try:
             facts = hook.read(signature.bind(*args, **kwargs).arguments)
@@ -168,33 +169,29 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             name = f"{hook.module}.{hook.function}"
             logger.once("megaprof: %s: cannot read what it knows: %r", name, fault, about=name)
-        return inside(facts, message)
+        try:
+            with process.parts.inside(hook.part), inside(facts, message):
+                yield
+        except Exception:
+            if hook.ends is not None:
+                over(hook.ends)
+            raise
+        if hook.ends is not None:
+            over(hook.ends)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), process.parts.inside(hook.part), facts_inside(args, kwargs):
+        with around(args, kwargs):
             return original(*args, **kwargs)
 
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with _ended(hook), process.parts.inside(hook.part), facts_inside(args, kwargs):
+        with around(args, kwargs):
             return await original(*args, **kwargs)
 
     @contextmanager
-    def around(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with facts_inside(args, kwargs), original(*args, **kwargs) as value:
+    def context(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with around(args, kwargs), original(*args, **kwargs) as value:
             yield value
 
     if hook.context:
-        return around
+        return context
     return coroutine if inspect.iscoroutinefunction(original) else wrapper
-
-
-@contextmanager
-def _ended(hook: Hook) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        if hook.ends is not None:
-            over(hook.ends)
-        raise
-    if hook.ends is not None:
-        over(hook.ends)
