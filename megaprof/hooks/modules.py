@@ -37,8 +37,6 @@ from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import Contained, contained
 
 COMPILED = "torch.compile compiles it, or a module around it"
-_PACKED, _TOKENS = "packed_seq_params", "input_ids"
-_COUNTS = 1, "tokens_per_expert"
 
 Site = tuple[Any, str, str]
 """An object, the name of its method that gets a range, and the name of the range."""
@@ -212,7 +210,8 @@ def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
 
 
 def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    packed, tokens = (argument(getattr(original, "__func__", original), name) for name in (_PACKED, _TOKENS))
+    function = getattr(original, "__func__", original)
+    packed, tokens = argument(function, "packed_seq_params"), argument(function, "input_ids")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -243,7 +242,7 @@ def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
         # A forward that a backward recomputes was already counted.
         if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
             with Contained("counting the tokens of experts", dispatcher.drop):
-                if (counts := given(_COUNTS, args, kwargs)) is not None:
+                if (counts := given((1, "tokens_per_expert"), args, kwargs)) is not None:
                     call.experts.append(counts)
         return original(*args, **kwargs)
 

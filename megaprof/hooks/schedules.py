@@ -162,9 +162,6 @@ def _integer(value: Any) -> int | None:
     return value if type(value) is int else None  # a bool is no number of anything
 
 
-_ITERATOR = "data_iterator"
-
-
 def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:
     """Watches the data iterators among the arguments of a recorded call, for that call only: one, or one for each model
     chunk. A stage without data has None. What is no plain iterator is passed on as it is."""
@@ -179,43 +176,45 @@ def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:
         kind = type(iterator)
         if not hasattr(kind, "__next__") or hasattr(kind, "__getitem__") or callable(iterator):
             return iterator
-        return Watched(iterator, ranged(partial(next, iterator), dispatcher, code, fast=(codes.DATA,)))
+        hook = ranged(partial(next, iterator), dispatcher, code, fast=(codes.DATA,))
+        return Watched(iterator, "__next__", hook)
 
-    if (source := arguments.get(_ITERATOR)) is not None:
-        arguments[_ITERATOR] = [watched(each) for each in source] if type(source) is list else watched(source)
+    if (source := arguments.get("data_iterator")) is not None:
+        arguments["data_iterator"] = [watched(each) for each in source] if type(source) is list else watched(source)
 
 
 class Watched:
-    """Stands for an iterator in a call. It has the iterator's attributes and class, and its ``next`` is ``hook``.
+    """Stands for an object of the host's: for a data iterator, whose ``next`` is a hook, or for the handle of an
+    exchange, whose ``wait`` is one. It has the object's class, and everything else of it.
 
-    ``next`` is a slot, so Python finds the hook without running any Python code: a method would take several times as
-    long. Nothing of the iterator itself is changed, and whoever else holds it is not watched.
+    ``next`` and ``wait`` are slots, so Python finds the hook without running any Python code: a method would take
+    several times as long. Nothing of the object itself is changed, and whoever else holds it is not watched.
     """
 
-    __slots__ = ("__next__", "__weakref__", "_iterator")
+    __slots__ = ("__next__", "__weakref__", "_object", "wait")
 
-    def __init__(self, iterator: Any, hook: Any) -> None:
-        object.__setattr__(self, "_iterator", iterator)
-        object.__setattr__(self, "__next__", hook)
+    def __init__(self, watched: Any, method: str, hook: Any) -> None:
+        object.__setattr__(self, "_object", watched)
+        object.__setattr__(self, method, hook)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._iterator)
+        return type(self._object)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._iterator)
+        return len(self._object)
 
     def __bool__(self) -> bool:
-        return bool(self._iterator)
+        return bool(self._object)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        return getattr(self._object, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._iterator, name, value)
+        setattr(self._object, name, value)
 
 
 _FINALIZE = "finalize_model_grads_func"
@@ -393,16 +392,9 @@ def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, A
     to 0.19)."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
         return result
-    waits = {name: _RangedWait(dispatcher, handle, name, call) for name, handle in result[-1].items()}
-    return (*result[:-1], waits)
 
-
-class _RangedWait:
-    """A ``torch.distributed.Work`` whose ``wait`` has a range. It passes everything else on to the handle."""
-
-    def __init__(self, dispatcher: Dispatcher, handle: Any, transfer: str, call: RecordedCall) -> None:
-        """``transfer``: which of the transfers of `SendReceive` the handle is for. The exchange is in ``call``."""
-        self._handle = handle
+    def watched(handle: Any, transfer: str) -> Watched:
+        """``transfer``: which of the transfers of `SendReceive` the handle is for."""
         code = codes.wait(transfer)
         sent = next((_sent(call, kind) for kind in SENDS if SENDS[kind] == transfer), None)
         label = str(codes.name(code)).removeprefix(ranges.PREFIX)
@@ -411,7 +403,6 @@ class _RangedWait:
             """Returns the range's name. A send's pass is known when it is sent, a receive's when it is waited for."""
             return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
 
-        self.wait = ranged(handle.wait, dispatcher, code, fast=(code,), name_of=name_of)
+        return Watched(handle, "wait", ranged(handle.wait, dispatcher, code, fast=(code,), name_of=name_of))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+    return (*result[:-1], {transfer: watched(handle, transfer) for transfer, handle in result[-1].items()})

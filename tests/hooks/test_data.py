@@ -161,7 +161,7 @@ def test_other_things_are_passed_on_as_they_are(one_rank: Any, tmp_path: Path, m
 
 def test_it_stands_for_a_generator_too() -> None:
     own = (number for number in range(3))
-    watched = Watched(own, own.__next__)
+    watched = Watched(own, "__next__", own.__next__)
     assert isinstance(watched, Iterator)
     assert isinstance(watched, GeneratorType)
     assert [*watched] == [0, 1, 2]
