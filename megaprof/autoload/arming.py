@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megaprof.autoload import HOSTS
 from megaprof.runtime.armed import INSTALLED, armed
 from megaprof.runtime.isolation import Suppressed, logger
 
@@ -41,8 +42,7 @@ _GET_SCHEDULE = "get_forward_backward_func"
 _SCHEDULE = "forward_backward_"  # begins the names of all schedules, and of nothing else there (0.12 to 0.19)
 _RAY = "ray._private.worker"
 #: Packages that have a module to watch. All others pass the finder at the cost of one look-up.
-_HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
-_ROOTS = _HOSTS | {"ray"}
+_PACKAGES = frozenset(package.partition(".")[0] for package, _ in HOSTS.values())
 #: Names process and directory of the first process. Not one of ``MEGAPROF_*``, because those are options.
 _FIRST = "_MEGAPROF_FIRST"
 #: Variables of launchers with a process's rank. Only rank 0 logs the line.
@@ -88,7 +88,7 @@ def arm(config: ProfileConfig | None = None) -> None:
     armed.install, armed.finish_job = install, _finish_job
     armed.awaits_schedule = armed.awaits_batch = True
     sys.meta_path.insert(0, _Finder())
-    for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
+    for name in [name for name in sys.modules if name == _RAY or name.partition(".")[0] in _PACKAGES]:
         _loaded(name)
 
 
@@ -121,7 +121,7 @@ def _execute(loader: Any, execute: Callable[[ModuleType], object], module: Modul
 def _watched(name: str) -> bool:
     if name in (_SCHEDULES, _RAY):
         return True
-    if name.partition(".")[0] not in _HOSTS:
+    if name.partition(".")[0] not in _PACKAGES:
         return False
     from megaprof.autoload.registry import MODULES
 

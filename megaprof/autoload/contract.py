@@ -1,8 +1,8 @@
-"""The contract that all hosts share: a `Host` says what megaprof cannot see for itself in a framework.
+"""The contract that all hosts share: each `Hook` says what megaprof cannot see for itself in a framework.
 
-Each file that is named after a host ends with its ``HOST``; `megaprof.autoload.registry` lists them.
-Nothing of a host is imported, and nothing of it is changed except that the functions in ``HOST.hooks`` are wrapped in
-place: megaprof reads the arguments of their calls.
+Each file that is named after a host ends with its ``HOOKS``; `megaprof.autoload.HOSTS` names them. Nothing of a host
+is imported, and nothing of it is changed except that the functions in its ``HOOKS`` are wrapped in place: megaprof
+reads the arguments of their calls.
 """
 
 from __future__ import annotations
@@ -64,18 +64,6 @@ class Hook:
     """The part of the host's loop that its calls are, between the schedule's calls; None if they are none."""
     batch: Batch | None = None
     """The way the function runs the microbatches of a step without Megatron's schedule; None if it runs none."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """One host framework."""
-
-    name: str
-    """Its name, as in ``patches/`` and ``docs/hosts/``."""
-    package: str
-    """A package that is loaded if and only if it runs."""
-    hooks: tuple[Hook, ...]
-    """Its functions that say something about the calls inside them."""
 
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)

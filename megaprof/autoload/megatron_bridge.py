@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from megaprof.autoload.contract import Facts, Hook, Host
+from megaprof.autoload.contract import Facts, Hook
 
 _TRAINING = "megatron.bridge.training"
-HOST = Host(
-    name="megatron-bridge",
-    package="megatron.bridge",
-    hooks=(
-        Hook(
-            f"{_TRAINING}.train",
-            "train_step",
-            lambda arguments: Facts(iteration=arguments["global_state"].train_state.step),
-        ),
-        Hook(f"{_TRAINING}.train", "evaluate_and_print_results", part="evaluation"),
-        Hook(f"{_TRAINING}.train", "save_checkpoint_and_time", part="saving"),
-        Hook(f"{_TRAINING}.checkpointing", "DefaultCheckpointManager.finalize_async_saves", part="saving"),
-        Hook(f"{_TRAINING}.train", "training_log", part="logging"),
-        Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
+HOOKS = (
+    Hook(
+        f"{_TRAINING}.train",
+        "train_step",
+        lambda arguments: Facts(iteration=arguments["global_state"].train_state.step),
     ),
+    Hook(f"{_TRAINING}.train", "evaluate_and_print_results", part="evaluation"),
+    Hook(f"{_TRAINING}.train", "save_checkpoint_and_time", part="saving"),
+    Hook(f"{_TRAINING}.checkpointing", "DefaultCheckpointManager.finalize_async_saves", part="saving"),
+    Hook(f"{_TRAINING}.train", "training_log", part="logging"),
+    Hook(f"{_TRAINING}.eval", "evaluate", lambda arguments: Facts(host_step=arguments["state"].train_state.step)),
 )

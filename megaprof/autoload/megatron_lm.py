@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Host
+from megaprof.autoload.contract import Facts, Hook
 from megaprof.metrics.sinks import Writers
 
 _RL = "megatron.rl.rl_utils"
@@ -61,17 +61,13 @@ class _LogProbs:
 _log_probs = _LogProbs()
 _TRAINING = "megatron.training.training"
 
-HOST = Host(
-    name="megatron-lm",
-    package="megatron.training",
-    hooks=(
-        Hook(_TRAINING, "evaluate_and_print_results", part="evaluation"),
-        Hook(_TRAINING, "save_checkpoint_and_time", part="saving"),
-        Hook(_TRAINING, "maybe_finalize_async_save", part="saving"),
-        Hook(_TRAINING, "training_log", part="logging"),
-        Hook(_RL, "get_environment_rollouts", part="rollout"),
-        Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
-        Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
-        Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
-    ),
+HOOKS = (
+    Hook(_TRAINING, "evaluate_and_print_results", part="evaluation"),
+    Hook(_TRAINING, "save_checkpoint_and_time", part="saving"),
+    Hook(_TRAINING, "maybe_finalize_async_save", part="saving"),
+    Hook(_TRAINING, "training_log", part="logging"),
+    Hook(_RL, "get_environment_rollouts", part="rollout"),
+    Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
+    Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
+    Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
 )

@@ -1,4 +1,4 @@
-"""All hosts, and what they know together. A new host is a module, its name here, and its package in `arming._HOSTS`."""
+"""The hooks of all hosts, and what the hosts know together."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from megaprof.autoload import contract, megatron_lm
-from megaprof.autoload.contract import Hook, Host
+from megaprof.autoload import HOSTS, contract, megatron_lm
+from megaprof.autoload.contract import Hook
 from megaprof.config.values import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.runtime.patching import Patches
 
-#: A host that is built on another comes before it. No other list of the core's names the module of one that is an
-#: extra.
-_MODULES = "hosts.slime", "hosts.verl", "hosts.skyrl", "hosts.ms_swift", "autoload.megatron_bridge"
-HOSTS: tuple[Host, ...] = (*(import_module(f"megaprof.{name}").HOST for name in _MODULES), megatron_lm.HOST)
 #: Megatron-Core's optimizers, whoever the host is. A chained one calls others.
 _OPTIMIZERS = tuple(
     Hook("megatron.core.optimizer.optimizer", f"{name}.step", part="optimizer")
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 )
-HOOKS = (*_OPTIMIZERS, *(hook for host in HOSTS for hook in host.hooks))
+HOOKS: tuple[Hook, ...] = (
+    *_OPTIMIZERS,
+    *(hook for _, module in HOSTS.values() for hook in import_module(f"megaprof.{module}").HOOKS),
+)
 MODULES = frozenset(hook.module for hook in HOOKS)
 
 
@@ -31,7 +30,7 @@ def adapt(patches: Patches, module: str | None = None) -> None:
 
 def framework() -> str | None:
     """Returns the name of the host that runs in this process; None for a trainer of somebody's own."""
-    return next((host.name for host in HOSTS if host.package in sys.modules), None)
+    return next((name for name, (package, _) in HOSTS.items() if package in sys.modules), None)
 
 
 def iteration() -> int | None:

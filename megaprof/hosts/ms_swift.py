@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload.contract import Facts, Hook, Host
+from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import roles
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.runtime.patching import Patches
@@ -149,32 +149,26 @@ def callback(args: Any, trainer: Any) -> Any:
     return ProfilerCallback(args, trainer)
 
 
-HOST = Host(
-    name="ms-swift",
-    package="swift",
-    hooks=(
-        Hook(_BASE, f"{_TRAINER}.train_step", lambda arguments: Facts(iteration=arguments["self"].state.iteration)),
-        Hook(
-            _BASE,
-            f"{_TRAINER}.evaluate",
-            lambda arguments: Facts(host_step=arguments["self"].state.iteration),
-            part="evaluation",
-        ),
-        Hook(_BASE, f"{_TRAINER}.save_checkpoint", part="saving"),
-        Hook(_BASE, "maybe_finalize_async_save", part="saving"),
-        Hook(_BASE, f"{_TRAINER}.on_log", part="logging"),
-        Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
-        Hook(
-            _RLHF,
-            "MegatronRLHFTrainer.compute_per_token_logps",
-            lambda _: Facts(role=roles.current().role or "actor"),
-            part="train_log_probs",
-        ),
-        Hook(
-            _GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher"), part="train_log_probs"
-        ),
-        Hook(_GRPO, "MegatronGRPOTrainer._score_completions", part="rewards"),
-        Hook(_ROLLOUT, "MegatronRolloutMixin._move_model_to_vllm", part="weight_sync"),
-        *(Hook(_ROLLOUT, f"MegatronRolloutMixin.{name}", part="rollout") for name in ("_rollout", "_rollout_requests")),
+HOOKS = (
+    Hook(_BASE, f"{_TRAINER}.train_step", lambda arguments: Facts(iteration=arguments["self"].state.iteration)),
+    Hook(
+        _BASE,
+        f"{_TRAINER}.evaluate",
+        lambda arguments: Facts(host_step=arguments["self"].state.iteration),
+        part="evaluation",
     ),
+    Hook(_BASE, f"{_TRAINER}.save_checkpoint", part="saving"),
+    Hook(_BASE, "maybe_finalize_async_save", part="saving"),
+    Hook(_BASE, f"{_TRAINER}.on_log", part="logging"),
+    Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
+    Hook(
+        _RLHF,
+        "MegatronRLHFTrainer.compute_per_token_logps",
+        lambda _: Facts(role=roles.current().role or "actor"),
+        part="train_log_probs",
+    ),
+    Hook(_GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher"), part="train_log_probs"),
+    Hook(_GRPO, "MegatronGRPOTrainer._score_completions", part="rewards"),
+    Hook(_ROLLOUT, "MegatronRolloutMixin._move_model_to_vllm", part="weight_sync"),
+    *(Hook(_ROLLOUT, f"MegatronRolloutMixin.{name}", part="rollout") for name in ("_rollout", "_rollout_requests")),
 )

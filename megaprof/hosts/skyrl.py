@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, Part, callers
+from megaprof.autoload.contract import Facts, Hook, Part, callers
 from megaprof.recorders.call import Batch
 
 if TYPE_CHECKING:
@@ -104,56 +104,41 @@ def _worker(model: Any) -> Facts:
     return Facts()
 
 
-HOST = Host(
-    name="skyrl",
-    package="skyrl",
-    hooks=(
-        # Log-probs, of the policy or of the reference. The policy's may come in mini-batches, as its training does: all
-        # of a global step have its number, and the first of them is captured. Mini-batches that only run forward are
-        # the evaluation of an SFT run.
-        Hook(_WRAPPER, "MegatronModelWrapper.forward", lambda given: _worker(given["self"])),
-        Hook(
-            _WRAPPER,
-            "MegatronModelWrapper.forward_backward_mini_batch",
-            lambda given: replace(_worker(given["self"]), evaluation=bool(given.get("forward_only"))),
-        ),
-        # Methods of base classes, which are wrapped before Ray takes the classes that inherit them. Those for Megatron
-        # have methods of their own.
-        *(
-            hook
-            for worker, role in (
-                ("PolicyWorkerBase", "actor"),
-                ("CriticWorkerBase", "critic"),
-                ("RefWorkerBase", "ref"),
-            )
-            for hook in (
-                Hook(_WORKER, f"{worker}.forward", partial(_without_megatron, role), batch=_FORWARD),
-                Hook(_WORKER, f"{worker}.forward_backward", partial(_without_megatron, role), batch=_TRAINING),
-            )
-        ),
-        Hook(_WORKER, "Worker._sync_weights_to_inference_engines", part="weight_sync"),
-        Hook(_WRAPPER, "MegatronModelWrapper.run_pending_grad_sync", part="optimizer"),
-        *(
-            Hook(f"skyrl.backends.skyrl_train.distributed.{module}", f"{strategy}.{method}", part=part)
-            for module, strategy in (
-                ("megatron.megatron_strategy", "MegatronStrategy"),
-                ("fsdp_strategy", "FSDPStrategy"),
-            )
-            for method, part in _OF_STRATEGY.items()
-        ),
-        # In the process that runs the job.
-        Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),
-        Hook("skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer.train", ends="job"),
-        Hook("skyrl.train.sft_trainer", "SFTTrainer.shutdown", ends="job"),
-        Hook(
-            "skyrl.train.trainer",
-            "RayPPOTrainer._execute_forward_pass",
-            lambda given: _attach_step(given["data_fwd_pass"], given["self"].global_step),
-        ),
-        Hook(
-            "skyrl.train.sft_trainer",
-            "SFTTrainer.train_step",
-            lambda given: _attach_step(given["batch"], given["step"]),
-        ),
+HOOKS = (
+    # Log-probs, of the policy or of the reference. The policy's may come in mini-batches, as its training does: all
+    # of a global step have its number, and the first of them is captured. Mini-batches that only run forward are
+    # the evaluation of an SFT run.
+    Hook(_WRAPPER, "MegatronModelWrapper.forward", lambda given: _worker(given["self"])),
+    Hook(
+        _WRAPPER,
+        "MegatronModelWrapper.forward_backward_mini_batch",
+        lambda given: replace(_worker(given["self"]), evaluation=bool(given.get("forward_only"))),
     ),
+    # Methods of base classes, which are wrapped before Ray takes the classes that inherit them. Those for Megatron
+    # have methods of their own.
+    *(
+        hook
+        for worker, role in (("PolicyWorkerBase", "actor"), ("CriticWorkerBase", "critic"), ("RefWorkerBase", "ref"))
+        for hook in (
+            Hook(_WORKER, f"{worker}.forward", partial(_without_megatron, role), batch=_FORWARD),
+            Hook(_WORKER, f"{worker}.forward_backward", partial(_without_megatron, role), batch=_TRAINING),
+        )
+    ),
+    Hook(_WORKER, "Worker._sync_weights_to_inference_engines", part="weight_sync"),
+    Hook(_WRAPPER, "MegatronModelWrapper.run_pending_grad_sync", part="optimizer"),
+    *(
+        Hook(f"skyrl.backends.skyrl_train.distributed.{module}", f"{strategy}.{method}", part=part)
+        for module, strategy in (("megatron.megatron_strategy", "MegatronStrategy"), ("fsdp_strategy", "FSDPStrategy"))
+        for method, part in _OF_STRATEGY.items()
+    ),
+    # In the process that runs the job.
+    Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),
+    Hook("skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer.train", ends="job"),
+    Hook("skyrl.train.sft_trainer", "SFTTrainer.shutdown", ends="job"),
+    Hook(
+        "skyrl.train.trainer",
+        "RayPPOTrainer._execute_forward_pass",
+        lambda given: _attach_step(given["data_fwd_pass"], given["self"].global_step),
+    ),
+    Hook("skyrl.train.sft_trainer", "SFTTrainer.train_step", lambda given: _attach_step(given["batch"], given["step"])),
 )

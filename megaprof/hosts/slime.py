@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.arming import arm
-from megaprof.autoload.contract import Facts, Hook, Host, local
+from megaprof.autoload.contract import Facts, Hook, local
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -108,24 +108,20 @@ def _role(arguments: Mapping[str, Any]) -> str:
 _ACTOR = "slime.backends.megatron_utils.actor"
 _METRICS = "slime.observability.train_metric_utils"
 
-HOST = Host(
-    name="slime",
-    package="slime",
-    hooks=(
-        Hook(_MODEL, "train", _train, ends="step"),
-        Hook(_MODEL, "forward_only", _forward_only),
-        # For functions that were imported by name before megaprof was armed.
-        Hook(_ACTOR, "train", _train, ends="step"),
-        Hook(_ACTOR, "forward_only", _forward_only),
-        Hook(_ACTOR, "MegatronTrainRayActor.update_weights", part="weight_sync"),
-        Hook(_ACTOR, "MegatronTrainRayActor.save_model", part="saving"),
-        Hook(_ACTOR, "MegatronTrainRayActor._get_rollout_data", part="data"),
-        *(Hook(_ACTOR, f"MegatronTrainRayActor.{name}", part="offload") for name in ("sleep", "wake_up")),
-        # Weights of the roles that share a model, which wait in the host's memory.
-        *(
-            Hook("slime.utils.tensor_backper", f"_TensorBackuperNormal.{name}", part="offload")
-            for name in ("backup", "copy", "restore")
-        ),
-        *(Hook(_METRICS, name, part="logging") for name in ("log_rollout_data", "log_perf_data")),
+HOOKS = (
+    Hook(_MODEL, "train", _train, ends="step"),
+    Hook(_MODEL, "forward_only", _forward_only),
+    # For functions that were imported by name before megaprof was armed.
+    Hook(_ACTOR, "train", _train, ends="step"),
+    Hook(_ACTOR, "forward_only", _forward_only),
+    Hook(_ACTOR, "MegatronTrainRayActor.update_weights", part="weight_sync"),
+    Hook(_ACTOR, "MegatronTrainRayActor.save_model", part="saving"),
+    Hook(_ACTOR, "MegatronTrainRayActor._get_rollout_data", part="data"),
+    *(Hook(_ACTOR, f"MegatronTrainRayActor.{name}", part="offload") for name in ("sleep", "wake_up")),
+    # Weights of the roles that share a model, which wait in the host's memory.
+    *(
+        Hook("slime.utils.tensor_backper", f"_TensorBackuperNormal.{name}", part="offload")
+        for name in ("backup", "copy", "restore")
     ),
+    *(Hook(_METRICS, name, part="logging") for name in ("log_rollout_data", "log_perf_data")),
 )

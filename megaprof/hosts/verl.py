@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Host, Part, local, over
+from megaprof.autoload.contract import Facts, Hook, Part, local, over
 from megaprof.capture.process import process
 from megaprof.config import values as read
 from megaprof.config.options import ProfileConfig, variable
@@ -477,45 +477,41 @@ _OF_ENGINE: dict[str, Part] = {"optimizer_step": "optimizer", "save_checkpoint":
 _TRAINERS = ("verl.trainer.ppo.ray_trainer:RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer")
 _SENDERS = ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values", "_update_critic", "_update_actor")
 
-HOST = Host(
-    name="verl",
-    package="verl",
-    hooks=(
-        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", partial(_facts, "ref")),
-        Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
-        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", partial(_facts, "actor")),
-        Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
-        # An SFT trainer infers only for its validation loss.
-        Hook(_WORKERS, "TrainingWorker.infer_batch", lambda given: replace(_worker(given), evaluation=_sft())),
-        Hook(_WORKERS, "ActorRolloutRefWorker.update_weights", part="weight_sync"),
-        *(
-            Hook(module, f"{engine}.forward_backward_batch", batch=_BATCH)
-            for module, engine in _ENGINES.items()
-            if engine != "MegatronEngine"
-        ),
-        *(
-            Hook(module, f"{engine}.{method}", part=part)
-            for module, engine in _ENGINES.items()
-            for method, part in _OF_ENGINE.items()
-        ),
-        *(Hook(_OLD_WORKERS, function, read, part=part) for function, (read, part) in _OLD_FUNCTIONS.items()),
-        Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
-        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
-        # In the process that runs the job.
-        *(
-            hook
-            for module, _, trainer in (name.partition(":") for name in _TRAINERS)
-            for hook in (
-                Hook(module, f"{trainer}.fit", _run_job, ends="job"),
-                *(Hook(module, f"{trainer}.{sender}", _send_step) for sender in _SENDERS),
-            )
-        ),
-        Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", _run_job, ends="job"),
-        # Trainers that override it. That of fully_async_policy is an actor of Ray, whose methods are out of reach; when
-        # it is done, the process that runs the job clears the queue of samples.
-        Hook(f"{_EXPERIMENTAL}.separation.utils", "create_role_worker_mapping", _run_job),
-        Hook(f"{_EXPERIMENTAL}.separation.ray_trainer", "SeparateRayPPOTrainer.fit", ends="job"),
-        Hook(f"{_EXPERIMENTAL}.one_step_off_policy.ray_trainer", "OneStepOffRayTrainer.fit", ends="job"),
-        Hook(f"{_EXPERIMENTAL}.fully_async_policy.message_queue", "MessageQueueClient.clear_queue", ends="job"),
+HOOKS = (
+    Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", partial(_facts, "ref")),
+    Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
+    Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", partial(_facts, "actor")),
+    Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
+    # An SFT trainer infers only for its validation loss.
+    Hook(_WORKERS, "TrainingWorker.infer_batch", lambda given: replace(_worker(given), evaluation=_sft())),
+    Hook(_WORKERS, "ActorRolloutRefWorker.update_weights", part="weight_sync"),
+    *(
+        Hook(module, f"{engine}.forward_backward_batch", batch=_BATCH)
+        for module, engine in _ENGINES.items()
+        if engine != "MegatronEngine"
     ),
+    *(
+        Hook(module, f"{engine}.{method}", part=part)
+        for module, engine in _ENGINES.items()
+        for method, part in _OF_ENGINE.items()
+    ),
+    *(Hook(_OLD_WORKERS, function, read, part=part) for function, (read, part) in _OLD_FUNCTIONS.items()),
+    Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
+    Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
+    # In the process that runs the job.
+    *(
+        hook
+        for module, _, trainer in (name.partition(":") for name in _TRAINERS)
+        for hook in (
+            Hook(module, f"{trainer}.fit", _run_job, ends="job"),
+            *(Hook(module, f"{trainer}.{sender}", _send_step) for sender in _SENDERS),
+        )
+    ),
+    Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", _run_job, ends="job"),
+    # Trainers that override it. That of fully_async_policy is an actor of Ray, whose methods are out of reach; when
+    # it is done, the process that runs the job clears the queue of samples.
+    Hook(f"{_EXPERIMENTAL}.separation.utils", "create_role_worker_mapping", _run_job),
+    Hook(f"{_EXPERIMENTAL}.separation.ray_trainer", "SeparateRayPPOTrainer.fit", ends="job"),
+    Hook(f"{_EXPERIMENTAL}.one_step_off_policy.ray_trainer", "OneStepOffRayTrainer.fit", ends="job"),
+    Hook(f"{_EXPERIMENTAL}.fully_async_policy.message_queue", "MessageQueueClient.clear_queue", ends="job"),
 )

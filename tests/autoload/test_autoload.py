@@ -129,7 +129,7 @@ def test_a_loader_that_cannot_be_watched_still_loads(monkeypatch: Any, caplog: A
 
 
 def test_every_host_is_watched() -> None:
-    assert {module.partition(".")[0] for module in registry.MODULES} == arming._HOSTS
+    assert {module.partition(".")[0] for module in registry.MODULES} == arming._PACKAGES
 
 
 ONE_RANK = """

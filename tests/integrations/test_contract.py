@@ -8,6 +8,7 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.autoload import contract, megatron_bridge, megatron_lm, registry
+from megaprof.autoload import HOSTS, contract, megatron_bridge, megatron_lm, registry
 from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import profiler, roles
 from megaprof.capture.agenda import Agenda
@@ -172,7 +173,7 @@ def test_what_cannot_be_read_is_left_unsaid(
 
 
 def facts(module: Any, function: str, **arguments: Any) -> Facts:
-    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOST.hooks}
+    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOOKS}
     return hooks[function].read(arguments)
 
 
@@ -187,8 +188,8 @@ def numbers(facts: Facts, steps: int) -> list[int | None]:
 
 
 def test_the_host_is_the_one_that_is_built_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for host in registry.HOSTS:
-        monkeypatch.delitem(sys.modules, host.package, raising=False)
+    for package, _ in HOSTS.values():
+        monkeypatch.delitem(sys.modules, package, raising=False)
     assert registry.framework() is None
     found = []
     for package in ("megatron.training", "megatron.bridge", "verl"):
@@ -330,7 +331,7 @@ def test_the_parts_of_a_released_hosts_loop_are_where_they_are_looked_for(
     host: str, wheel: Callable[[str], Path]
 ) -> None:
     root = wheel(host)
-    hooks = next(each for each in registry.HOSTS if each.name == host).hooks
+    hooks = import_module(f"megaprof.{HOSTS[host][1]}").HOOKS
     found, missing = set(), []
     for hook in hooks:
         path = root / (hook.module.replace(".", "/") + ".py")

@@ -327,7 +327,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def facts(function: str, worker: Any, **arguments: Any) -> Any:
-    (hook,) = [hook for hook in verl.HOST.hooks if f".{hook.function}".endswith(f".{function}")]
+    (hook,) = [hook for hook in verl.HOOKS if f".{hook.function}".endswith(f".{function}")]
     return hook.read({"self": worker, **arguments})
 
 
@@ -409,7 +409,7 @@ def test_every_trainer_of_verl_ends_its_job(wheel: Callable[[str], Path]) -> Non
             methods = {getattr(method, "name", None) for method in getattr(node, "body", [])}
             if isinstance(node, ast.ClassDef) and not node.decorator_list and "fit" in methods:
                 found.add((module, f"{node.name}.fit"))
-    ends = {(hook.module, hook.function) for hook in verl.HOST.hooks if hook.ends == "job"}
+    ends = {(hook.module, hook.function) for hook in verl.HOOKS if hook.ends == "job"}
     assert found - ends == {("verl.trainer.sft_trainer", "SFTTrainer.fit")}
 
 
