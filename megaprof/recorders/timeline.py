@@ -252,7 +252,7 @@ class TimelineRecorder:
     def owes(self, target: str, role: str | None) -> bool:
         """Returns whether the next call is written because it is behind a window."""
         calls = self.by_key.get((target, role))
-        return calls is not None and calls.count + 1 in calls.near[1]
+        return calls is not None and calls.count + 1 in calls.near
 
     def drain(self) -> None:
         """Writes every finished step whose times are known, in order."""
@@ -288,7 +288,7 @@ class TimelineRecorder:
         if self._finished is not None:
             every = list(self.by_key.values())
             self._files.append([step for calls in every for step in calls.due()])
-            if all(calls.packed + 1 >= calls.near[1].stop for calls in every):
+            if all(max(calls.near, default=0) <= calls.packed for calls in every):
                 self._end_file()
 
     def _end_file(self) -> None:

@@ -75,9 +75,8 @@ class Calls:
     """The sequence length, and the sequences in a microbatch, of the first call."""
     metadata: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
     """The metadata so far. The key is made of the facts in which they differ."""
-    near: tuple[range, range] = range(0), range(0)
-    """The numbers, from 1 on, of the calls from the last two windows on that are written with them. Windows that follow
-    each other have one range."""
+    near: set[int] = field(default_factory=set)
+    """The numbers, from 1 on, of the calls in windows and behind them that are still to be written."""
     before: deque[PackedStep] = field(default_factory=lambda: deque(maxlen=BEFORE + 1))
     """The last calls that were packed but not written."""
     packed: int = 0
@@ -89,20 +88,19 @@ class Calls:
     def ended(self, flags: int) -> int:
         """Counts a call that has ended, with its flags of `megaprof.formats.timeline`. Returns its number."""
         self.count += 1
-        if flags & DISTURBED and self.count in self.near[1]:  # does not count among those behind the window
-            self.near = self.near[0], range(self.near[1].start, self.near[1].stop + 1)
+        if flags & DISTURBED and self.count in self.near:  # does not count among those behind the window
+            self.near.add(max(self.near) + 1)
         return self.count
 
     def captured(self) -> None:
         """Has the calls before and behind the last one written, because it was in a window."""
-        until = self.count + BEHIND + 1
-        before, last = self.near
-        self.near = (before, range(last.start, until)) if self.count in last else (last, range(self.count, until))
+        self.near.update(range(self.count, self.count + BEHIND + 1))
 
     def due(self) -> list[PackedStep]:
         """Takes the calls that are to be written by now. A file without an undisturbed call is of no use."""
-        if not any(self.packed in near for near in self.near) or all(step.begun[1] & DISTURBED for step in self.before):
+        if self.packed not in self.near or all(step.begun[1] & DISTURBED for step in self.before):
             return []
+        self.near.discard(self.packed)
         steps = [*self.before]
         self.before.clear()
         return steps
@@ -179,9 +177,9 @@ Place = tuple[int, int]
 class TimelineFiles:
     """Appends the steps of one rank. Only the background thread calls it. Never overwrites an existing file.
 
-    ``limit``: the bytes of all files together; there may be many small ones. A failed write is logged once, and the
-    part that was written is removed. A minute later writing goes on, with the steps that come then. A file that never
-    got a step is removed, and no older file is removed for it.
+    ``limit``: the bytes of all files together, but for the last write; there may be many small ones. A failed write is
+    logged once, and the part that was written is removed. A minute later writing goes on, with the steps that come
+    then. A file that never got a step is removed, and no older file is removed for it.
     """
 
     def __init__(self, directory: Path, role: str | None, coords: RankCoords, limit: int) -> None:
@@ -203,17 +201,27 @@ class TimelineFiles:
         self.steps_lost = 0
 
     def append(self, steps: Sequence[PackedStep]) -> list[Place]:
-        """Writes ``steps``, in a single write unless a new file begins. Returns the places of the written steps, which
-        are the first ones of ``steps``."""
-        places: list[Place] = []
+        """Writes ``steps`` in a single write, into a new file if they do not fit into the open one. Returns their
+        places; none if they are lost."""
+        if not steps:
+            return []
+        if time.monotonic() < self._paused_until:
+            self.steps_lost += len(steps)
+            return []
         try:
-            while len(places) < len(steps) and time.monotonic() >= self._paused_until:
-                count = self._append(steps[len(places) :])
-                places += ((self._number, row) for row in range(self._steps - count, self._steps))
+            numbers = max(len(self._descriptions), len(self._shapes)) + len(steps)
+            data = b"" if self._file is None or numbers > format.MOST_NUMBERS else self._records(steps)
+            if not data or self._size + len(data) > self._largest:
+                self._end_file()
+                self._begin_file(steps[0].begun[2])
+                data = self._records(steps)
+            self._write(data)
         except OSError as fault:
             self._pause(fault)
-        self.steps_lost += len(steps) - len(places)
-        return places
+            self.steps_lost += len(steps)
+            return []
+        self._steps += len(steps)
+        return [(self._number, row) for row in range(self._steps - len(steps), self._steps)]
 
     def add(self, facts: Sequence[tuple[Place, int, bytes]]) -> None:
         """Writes facts next to steps that are already written: the step's place, which fact it is, and its bytes.
@@ -248,52 +256,30 @@ class TimelineFiles:
         self._end_file()
         return written
 
-    def _append(self, steps: Sequence[PackedStep]) -> int:
-        """Writes the first of ``steps``, as many as fit into one file. Returns their number."""
-        if self._file is None:
-            self._begin_file(steps[0].begun[2])
-        size, data, count = self._size, list[bytes](), 0
-        # Facts go in front of the steps. Then steps of the same length follow each other, which is quick to read. And a
-        # file that was cut off lacks steps rather than facts on steps.
-        beside: list[bytes] = [] if size else [format.MAGIC]
-        for metadata, events, begun, spent, times, facts in steps:
-            description = id(metadata)
-            number, shape, records = self._descriptions.get(description), self._shapes.get(events), b""
-            if number is None or shape is None:
-                if size and max(len(self._descriptions), len(self._shapes)) >= format.MOST_NUMBERS:
-                    break
-                if number is None:
-                    number = self._descriptions[description] = len(self._descriptions)
-                    records = format.metadata_record(metadata)
-                if shape is None:
-                    shape = self._shapes[events] = len(self._shapes)
-                    records += format.shape_record(events)
-            records += format.step_record(number, shape, begun, spent, times)
-            fact_records = self._fact_records(description, self._steps + count, facts)
-            if size and size + len(records) + len(fact_records) > self._largest:
-                break
-            data.append(records)
-            beside.append(fact_records)
-            size += len(records) + len(fact_records)
-            count += 1
-        if count:
-            self._write(b"".join((*beside, *data)))
-            self._steps += count
-        if count < len(steps):
-            self._end_file()
-        return count
+    def _records(self, steps: Sequence[PackedStep]) -> bytes:
+        """Returns the records of ``steps``, which come next in the open file.
 
-    def _fact_records(self, description: int, row: int, facts: Facts) -> bytes:
-        """Returns the records of the facts on a step. Some facts hold until the next one of their kind. They are left
-        out while they do not change: most jobs write them only once."""
-        records = []
-        for what, payload in facts:
-            if what in format.HOLDING:
-                if self._holding.get((what, description), b"") == payload:
-                    continue
-                self._holding[what, description] = payload
-            records.append(format.fact_record(row, what, payload))
-        return b"".join(records)
+        Facts go in front of the steps. Then steps of the same length follow each other, which is quick to read. And a
+        file that was cut off lacks steps rather than facts on steps. Some facts hold until the next one of their kind.
+        They are left out while they do not change: most jobs write them only once."""
+        records: list[bytes] = []
+        beside = [] if self._size else [format.MAGIC]
+        for row, (metadata, events, begun, spent, times, facts) in enumerate(steps, self._steps):
+            description = id(metadata)
+            if (number := self._descriptions.get(description)) is None:
+                number = self._descriptions[description] = len(self._descriptions)
+                records.append(format.metadata_record(metadata))
+            if (shape := self._shapes.get(events)) is None:
+                shape = self._shapes[events] = len(self._shapes)
+                records.append(format.shape_record(events))
+            records.append(format.step_record(number, shape, begun, spent, times))
+            for what, payload in facts:
+                if what in format.HOLDING:
+                    if self._holding.get((what, description), b"") == payload:
+                        continue
+                    self._holding[what, description] = payload
+                beside.append(format.fact_record(row, what, payload))
+        return b"".join((*beside, *records))
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND

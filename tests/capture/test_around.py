@@ -74,7 +74,7 @@ def test_a_capture_keeps_the_calls_around_its_window(one_rank: Any, tmp_path: Pa
         timeline = handle._session.timeline
         assert timeline is not None
         timeline.drain()
-        (calls,) = timeline._calls.values()
+        (calls,) = timeline.by_key.values()
         assert len(calls.before) == BEFORE + 1, "memory does not grow with the run"
         assert not list(tmp_path.iterdir())
         for _ in range(3 * BEHIND):
