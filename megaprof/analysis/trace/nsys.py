@@ -221,10 +221,10 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
         kinds, kind = np.unique(found[:, 3], return_inverse=True)
         texts = {_PEER_TO_PEER: _BETWEEN_DEVICES} if of_name == "copyKind" else _names(tables, kinds)
         of_kind = [names[texts.get(number, table.rpartition("_")[2])] for number in kinds.tolist()]
-        places, place = np.unique(found[:, 4:], axis=0, return_inverse=True)
+        places = defaultdict[tuple[int, ...], int](count().__next__)
+        place = [*map(places.__getitem__, zip(*found[:, 4:].T.tolist(), strict=True))]
         of_place = [
-            threads[(pid, thread) if on_host else (pid, f"stream {thread}", *device)]
-            for pid, thread, *device in places.tolist()
+            threads[(pid, thread) if on_host else (pid, f"stream {thread}", *device)] for pid, thread, *device in places
         ]
         none = np.zeros(len(found), dtype=np.int64)
         put(
@@ -232,7 +232,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
             category,
             name=np.array(of_kind, dtype=np.int32)[kind],
             spans=found[:, :2],
-            thread=np.array(of_place, dtype=np.int32)[place.reshape(-1)],
+            thread=np.array(of_place, dtype=np.int32)[np.array(place, dtype=np.intp)],
             correlation=found[:, 2],
             external=none,
             node=none,
