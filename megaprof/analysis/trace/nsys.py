@@ -69,6 +69,8 @@ _LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _TIMES = ("start", "end", "correlationId")
 #: The ``copyKind`` of a copy between devices (``CUPTI_ACTIVITY_MEMCPY_KIND_PTOP``), and what Kineto calls it.
 _PEER_TO_PEER, _BETWEEN_DEVICES = 10, "Memcpy PtoP"
+#: The table with the beginning of the session.
+_SESSION = "TARGET_INFO_SESSION_START_TIME"
 #: The table of ranges, and its columns.
 _RANGES = ("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid")
 #: The values of `eventType` for push/pop and start/end ranges.
@@ -117,36 +119,8 @@ def exported(path: Path) -> Path:
     return export_path
 
 
-class Tables:
-    """The plain tables of one file, inside `opened`."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        tables = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000").fetchall()
-        self._plain = {
-            name for name, sql in tables if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
-        }
-
-    def has(self, table: str, *columns: str) -> bool:
-        """Returns whether there is such a plain table, with these columns. Raises Undecodable if it computes some."""
-        if table not in self._plain:
-            return False
-        of_table = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
-        if any(row[6] in _COMPUTED for row in of_table):
-            raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
-        return {str(row[1]) for row in of_table}.issuperset(columns)
-
-    def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
-        most_rows = most_bytes() // _ROW_BYTES
-        for number, row in enumerate(self._connection.execute(query, values)):
-            if number >= most_rows:
-                raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
-            yield row
-
-
 @contextmanager
-def opened(path: Path) -> Iterator[Tables]:
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     """Opens ``path``. Raises Undecodable, also for a fault of SQLite's in its block, and OSError if it cannot be
     read."""
     local_path = local_copy(path)
@@ -163,7 +137,7 @@ def opened(path: Path) -> Iterator[Tables]:
                 connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
                 connection.execute(f"PRAGMA {pragma}")
-            yield Tables(connection)
+            yield connection
     except MemoryError:
         raise Undecodable("it does not fit into memory") from None
     except (sqlite3.Error, sqlite3.Warning, OverflowError, UnicodeError) as fault:
@@ -173,19 +147,42 @@ def opened(path: Path) -> Iterator[Tables]:
         raise Undecodable(f"its database {problem}: {' '.join(str(fault).split())[:200]}") from None
 
 
+def _has(tables: sqlite3.Connection, table: str, *columns: str) -> bool:
+    """Returns whether there is such a plain table, with these columns. Raises Undecodable if it computes some."""
+    plain = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ? AND sql LIKE 'CREATE TABLE%'"
+    if tables.execute(plain, (table,)).fetchone() is None:
+        return False
+    of_table = tables.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
+    if any(row[6] in _COMPUTED for row in of_table):
+        raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
+    return {str(row[1]) for row in of_table}.issuperset(columns)
+
+
+def _rows(tables: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows of one of our queries. Raises Undecodable if there are more rows than fit into memory."""
+    most_rows = most_bytes() // _ROW_BYTES
+    for number, row in enumerate(tables.execute(query, values)):
+        if number >= most_rows:
+            raise Undecodable(f"it has more than {most_rows:,} rows to be read (see --max-input-mib)")
+        yield row
+
+
+def _columns(tables: sqlite3.Connection, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
+    """Yields some columns of a table; nothing if there is no plain one with all of them."""
+    if _has(tables, table, *columns):
+        yield from _rows(tables, f"SELECT {', '.join(columns)} FROM {table}")
+
+
 def _is_time(value: object) -> bool:
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
-def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
+def _events_in(tables: sqlite3.Connection, patterns: Sequence[str]) -> dict[int, Events]:
     """Returns the events of every process, by its number on its host: ranges whose names match one of ``patterns``
     (GLOB), and activities of the GPU with the calls that launched them. Raises Undecodable."""
-    base: Any = None
-    session = "TARGET_INFO_SESSION_START_TIME", "utcEpochNs"
-    if tables.has(*session):
-        base = next((start for (start,) in tables.rows(f"SELECT {session[1]} FROM {session[0]} LIMIT 1")), None)
+    (base,) = next(_columns(tables, _SESSION, "utcEpochNs"), (None,))
     if not _is_time(base):
-        raise Undecodable(f"it does not say when its session began ({session[0]})")
+        raise Undecodable(f"it does not say when its session began ({_SESSION})")
     names, threads = defaultdict[str, int](count().__next__), defaultdict[Any, int](count().__next__)
     processes: dict[int, Events] = {}
 
@@ -210,7 +207,7 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     for table, category, of_name in (*_ACTIVITIES, (_LAUNCHES, "cuda_runtime", "nameId")):
         on_host = table == _LAUNCHES
         identity = "globalTid" if on_host else "globalPid"
-        if not tables.has(table, *_TIMES, identity):
+        if not _has(tables, table, *_TIMES, identity):
             continue
         where = [f"{identity} & {_PROCESS}"] if on_host else ["streamId", "deviceId", "contextId"]
         found = _array(tables, table, *_TIMES, of_name, f"({identity} >> 24) & {_PROCESS}", *where)
@@ -243,10 +240,10 @@ def _events_in(tables: Tables, patterns: Sequence[str]) -> dict[int, Events]:
     return processes
 
 
-def _ranges(tables: Tables, patterns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+def _ranges(tables: sqlite3.Connection, patterns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yields start and end of every range, whether it was open when the recording ended, its thread and its name. An
     open one ends with the last range that has an end."""
-    if not tables.has(*_RANGES):
+    if not _has(tables, *_RANGES):
         return
     last = "SELECT COALESCE(MAX(end), 0) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
     name = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
@@ -256,26 +253,24 @@ def _ranges(tables: Tables, patterns: Sequence[str]) -> Iterator[tuple[Any, ...]
         f"WHERE eventType IN {_RANGE_EVENTS} AND ({registered.replace('value', 'text')} OR text IS NULL AND textId IN "
         f"(SELECT id FROM StringIds WHERE {registered}))"
     )
-    yield from (row for row in tables.rows(query, (*patterns, *patterns)) if isinstance(row[-1], str))
+    yield from (row for row in _rows(tables, query, (*patterns, *patterns)) if isinstance(row[-1], str))
 
 
-def _array(tables: Tables, table: str, *columns: str) -> npt.NDArray[np.int64]:
+def _array(tables: sqlite3.Connection, table: str, *columns: str) -> npt.NDArray[np.int64]:
     """Returns some columns of a table as an array of integers. A missing number becomes 0, and a missing column -1.
     Leaves out rows with anything else, or with a time that is impossible."""
-    wanted = [column if not column.isalpha() or tables.has(table, column) else "-1" for column in columns]
+    wanted = [column if not column.isalpha() or _has(tables, table, column) else "-1" for column in columns]
     values = ", ".join(f"COALESCE({each}, 0)" for each in wanted)
     whole = " AND ".join(f"typeof({each}) IN ('integer', 'null')" for each in wanted)
-    rows = chain.from_iterable(tables.rows(f"SELECT {values} FROM {table} WHERE {whole}"))
+    rows = chain.from_iterable(_rows(tables, f"SELECT {values} FROM {table} WHERE {whole}"))
     numbers = np.fromiter(rows, dtype=np.int64).reshape(-1, len(columns))
     return numbers[(np.abs(numbers[:, :2]) < LONGEST).all(axis=1)]
 
 
-def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
+def _names(tables: sqlite3.Connection, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
     """Returns the names with these ``numbers``, by number."""
     wanted_numbers = set(numbers.tolist())
-    if not wanted_numbers or not tables.has("StringIds", "id", "value"):
-        return {}
-    rows = tables.rows("SELECT id, value FROM StringIds")
+    rows = _columns(tables, "StringIds", "id", "value")
     return {number: name for number, name in rows if number in wanted_numbers and isinstance(name, str)}
 
 
@@ -290,13 +285,14 @@ class NsysFile:
         self._sidecars = [
             (name, each) for each in sidecars(self._path.parent) if (name := parse_artifact_name(each.name))
         ]
-        with opened(self._path) as tables:
-            has_host = tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value")
-            hosts = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'") if has_host else ()
-            self._host = next((name for (name,) in hosts if isinstance(name, str) and name), None)
-            self._has_gpu = tables.has("TARGET_INFO_GPU", "id") and any(tables.rows("SELECT id FROM TARGET_INFO_GPU"))
-            self._has_ranges = tables.has(*_RANGES)
-            if not self._has_ranges and not tables.has("TARGET_INFO_SESSION_START_TIME"):
+        with _opened(self._path) as tables:
+            hosts = [
+                host for name, host in _columns(tables, "TARGET_INFO_SYSTEM_ENV", "name", "value") if name == "Hostname"
+            ]
+            self._host = next((host for host in hosts if isinstance(host, str) and host), None)
+            self._has_gpu = any(_columns(tables, "TARGET_INFO_GPU", "id"))
+            self._has_ranges = _has(tables, *_RANGES)
+            if not self._has_ranges and not _has(tables, _SESSION):
                 raise Undecodable(_NO_RANGES)
             self.processes = _events_in(tables, (f"{ranges.PREFIX}*", *_LIKE_STEPS))
             """The events of each process."""
@@ -389,7 +385,7 @@ class NsysFile:
 def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
     """Yields all events of one process in one window, in Chrome's format. ``base``: when the session began, in
     nanoseconds since the epoch. Raises Undecodable and OSError."""
-    with opened(path) as tables:
+    with _opened(path) as tables:
         events = _events_in(tables, ["*"])[part.pid]
     for category in (ANNOTATION, *LAUNCHES, KERNEL, *COPIES):
         columns = events.take(category)
