@@ -22,7 +22,6 @@ from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 from megaprof.analysis.table.tabulate import modules_of
-from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.reading import recordings_in
 from megaprof.analysis.trace.steps import ModuleKey, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
@@ -73,7 +72,7 @@ class Stage:
     passes: Floats
     before: Floats
     tail: Floats
-    memory: Peak | None
+    memory: format.Memory | None
     exchanges: tuple[Exchange, ...]
     layers: tuple[tuple[ModuleKey, int, int, float], ...] = ()
     device: str | None = None
@@ -267,8 +266,7 @@ def write(pipeline: Pipeline, directory: Path) -> None:
         for step, of_step in enumerate(np.rint(np.stack(totals, axis=-1)).astype(int).tolist()):
             records.append(format.step_record(0, 0, (0, flags, step, int(begins[step])), (*of_step, 0), packed[step]))
             if step == 0 and stage.memory is not None:
-                memory = format.Memory(stage.memory.least, stage.memory.most, stage.memory.capacity or 0)
-                records.append(format.fact_record(step, format.MEMORY, memory.pack()))
+                records.append(format.fact_record(step, format.MEMORY, stage.memory.pack()))
             if step == 0 and stage.layers:
                 usual_ns = 1e6 * np.median((pipeline.ends - pipeline.starts)[:, number], axis=(0, -1))
                 layers = [(key, round(part * usual_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]

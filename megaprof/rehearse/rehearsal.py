@@ -113,7 +113,7 @@ def rehearsed(
         except Unanswerable as fault:
             print(fault, file=sys.stderr, flush=True)
             return replace(change, fits=False)
-        step_ms, needed = put_together(own).step_ms, [each.memory.most for each in own if each.memory is not None]
+        step_ms, needed = put_together(own).step_ms, [each.memory.peak for each in own if each.memory is not None]
         fits = change.fits and all(size <= most for size, most in zip(needed, what_if.allowed or (), strict=False))
         speedup = Interval.of(now_ms).over(step_ms)
         return replace(change, step_ms=step_ms, speedup=speedup, fits=fits, needed=tuple(needed) or None)
@@ -199,8 +199,8 @@ def _like(middle: Stage, stage: int, layout: WorldLayout) -> Stage:
     coords, schedule, memory = layout.coords(layout.rank_of(pp=stage)), middle.schedule, middle.memory
     if memory is not None:
         in_flight = in_flight_layers(("t",) * schedule.chunks * schedule.stages, schedule)
-        passing = (memory.most - memory.least) * in_flight[stage] // max(in_flight[middle.metadata.coords.pp], 1)
-        memory = replace(memory, most=memory.least + passing)
+        passing = (memory.peak - memory.allocated) * in_flight[stage] // max(in_flight[middle.metadata.coords.pp], 1)
+        memory = memory._replace(peak=memory.allocated + passing)
     chunks = tuple(replace(chunk, layer_numbers=None) for chunk in middle.metadata.chunks)
     return replace(middle, metadata=replace(middle.metadata, coords=coords, chunks=chunks), memory=memory, layers=())
 
@@ -219,8 +219,8 @@ def _recomputed(
             passes[:, chunk, 1] += sum(known) if known else passes[:, chunk, 0]
         longer.append(replace(stage, passes=passes))
         if memory is not None and held:
-            layer = (memory.most - memory.least) / held
-            needed.append(round(memory.least + held * min(size, layer) + layer))
+            layer = (memory.peak - memory.allocated) / held
+            needed.append(round(memory.allocated + held * min(size, layer) + layer))
     fits = len(needed) == len(stages) and bool((np.array(needed) <= what_if.allowed).all())
     prediction = Prediction.of("recompute", now_ms, put_together(longer).step_ms)
     return replace(prediction, flags=_RECOMPUTE, fits=fits, needed=tuple(needed))

@@ -14,12 +14,12 @@ from megaprof import simulate
 from megaprof.analysis.report.report import analyze, plain_number
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import ModuleKey
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.phrases import Unanswerable, json_of
 from megaprof.formats.ranges import BACKWARD, FORWARD, LAYER
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.rehearse import rehearsal
@@ -67,7 +67,7 @@ def stage(number: int, layers: int, sizes: ParallelSizes, *exchanges: Exchange, 
         device="cpu",
     )
     passes = np.tile(np.array([10.0, 20.0])[None, None, :, None] * layers, (STEPS, chunks, 1, MICROBATCHES))
-    memory = Peak(layers * GIB, 2 * layers * GIB, 80 * GIB)
+    memory = Memory(layers * GIB, 2 * layers * GIB, 80 * GIB)
     return Stage(metadata, schedule, passes, 0 * passes, np.zeros(STEPS), memory, exchanges)
 
 
@@ -178,7 +178,7 @@ def test_disturbed_passes_leave_their_time_to_layers(tmp_path: Path) -> None:
 def test_a_layout_that_fits_is_found_although_it_is_slower(tmp_path: Path) -> None:
     sizes = ParallelSizes(pp=2)
     first, last = (stage(number, 4, sizes) for number in (0, 1))
-    stages = [first, replace(last, memory=Peak(4 * GIB, 5 * GIB, 80 * GIB))]
+    stages = [first, replace(last, memory=Memory(4 * GIB, 5 * GIB, 80 * GIB))]
     write(together(stages, WorldLayout(sizes), LINKS, 8), tmp_path)
     (target,) = analyze(tmp_path, memory_limit=7 * GIB).targets
     (found,) = (each for each in target.what_if.candidates if each.kind == "layout" and each.fits)

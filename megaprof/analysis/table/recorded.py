@@ -22,7 +22,7 @@ from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import cells_of, forward_share, place_of, schedule_of, tabulate, warming_up
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import Peak, combined_peak
+from megaprof.analysis.trace.gpu import combined_memory
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
@@ -225,7 +225,7 @@ def _laid_out(
     host_passes, left, enter, reduced = np.full((4, len(numbers)), np.nan)
     work, core_waits_ms = np.full((len(numbers), shape[3], 3), np.nan), np.zeros(len(numbers))
     loads, device, lengths_from = False, False, None
-    memory, arrivals = list[Peak](), dict[int, StepArrivals]()
+    memory, arrivals = list[format.Memory](), dict[int, StepArrivals]()
     for file, timeline in enumerate(files):
         steps, places_here = timeline.steps, np.flatnonzero(file_of == file)
         rows = row_of[places_here]
@@ -237,7 +237,7 @@ def _laid_out(
         works, memories = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
         for t, row in zip(places_here.tolist(), rows.tolist(), strict=True):
             if (allocated := format.Memory.unpack(memories[row])) is not None:
-                memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
+                memory.append(allocated)
             if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == shape[3]:
                 lengths_from, work[t] = step_work
             if (host_bound := timeline.host_bound_passes(row)) is not None:
@@ -314,7 +314,7 @@ def _laid_out(
         lengths_from=lengths_from,
         device=device,
         came=arrivals,
-        memory=combined_peak(memory),
+        memory=combined_memory(memory),
         modules=modules,
     )
 

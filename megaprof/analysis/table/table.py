@@ -14,10 +14,10 @@ import numpy.typing as npt
 from megaprof.analysis.collectives.arrivals import StepArrivals
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import Iterations, Parts
-from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
 
@@ -117,7 +117,7 @@ class Table:
     """Uncertainty of that clock, if it follows from passes that wait for each other; None if hosts share a clock."""
     device: bool = False
     """True if it is the GPU's clock, on which steps begin later than on the host."""
-    memory: tuple[Peak | None, ...] = ()
+    memory: tuple[Memory | None, ...] = ()
     """[s]: memory that the ranks of the stage had allocated; None if not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
     """[s]: nanoseconds of every pass through a module, if modules have ranges."""
@@ -265,7 +265,7 @@ class RankSteps:
     """False if ``compute`` may contain waiting for peers."""
     came: Mapping[int, StepArrivals] = field(default_factory=dict)
     """When the rank arrived at its collectives, by step, if known."""
-    memory: Peak | None = None
+    memory: Memory | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     parts: Sequence[Parts] = ()
     """The parts of its iterations, by file."""

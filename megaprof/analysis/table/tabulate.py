@@ -24,7 +24,7 @@ from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import combined_peak
+from megaprof.analysis.trace.gpu import combined_memory
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep, grouped
 from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
@@ -154,7 +154,7 @@ def tabulate(
         clocks=clocks,
         aligned_ms=aligned_ms,
         device=device,
-        memory=tuple(combined_peak(rank.memory for rank in of_stage) for of_stage in of_stages),
+        memory=tuple(combined_memory(rank.memory for rank in of_stage) for of_stage in of_stages),
         modules=tuple(modules_of(of_stage) for of_stage in of_stages),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max(

@@ -26,6 +26,7 @@ from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, E
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, is_parallel, use_by_name, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
+from megaprof.formats.timeline import Memory
 
 #: In healthy traces (A100, H100, B200, MI300) every launch has its kernel, every kernel a possible time and, but for
 #: what Megatron does between passes, a range. If a larger part than this has none, a step's numbers are not shown.
@@ -163,32 +164,20 @@ def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArr
 
 class Allocations(NamedTuple):
     """The memory of one rank's device: when memory was allocated or released, in wall-clock nanoseconds, ascending; the
-    bytes allocated from each of these times on; and those of the device, None if the trace does not say."""
+    bytes allocated from each of these times on; and those of the device, 0 if the trace does not say."""
 
     times: npt.NDArray[np.int64]
     allocated: npt.NDArray[np.int64]
-    capacity: int | None
+    capacity: int
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Bytes allocated in one call, at least (parameters, gradients, optimizer states) and at most, and those of the
-    device; None if unknown."""
-
-    least: int
-    most: int
-    capacity: int | None
-
-
-def combined_peak(peaks: Iterable[Peak | None]) -> Peak | None:
-    """Returns the least and the most of several peaks, on the smallest device; None if none is known."""
-    known_peaks = [peak for peak in peaks if peak is not None]
-    if not known_peaks:
+def combined_memory(memories: Iterable[Memory | None]) -> Memory | None:
+    """Returns the least and the most that was allocated, on the smallest device; None if nothing is known."""
+    known = [memory for memory in memories if memory is not None]
+    if not known:
         return None
-    devices = [peak.capacity for peak in known_peaks if peak.capacity is not None]
-    return Peak(
-        min(peak.least for peak in known_peaks), max(peak.most for peak in known_peaks), min(devices, default=None)
-    )
+    allocated, peak, capacity = zip(*known, strict=True)
+    return Memory(min(allocated), max(peak), min(filter(None, capacity), default=0))
 
 
 def allocations(events: KinetoEvents) -> Allocations | None:
@@ -203,17 +192,17 @@ def allocations(events: KinetoEvents) -> Allocations | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         devices = []
     capacity = next((each.get("totalGlobalMem") for each in devices if each.get("id") == device), None)
-    known = isinstance(capacity, int) and capacity > 0
-    return Allocations(times + events.base, allocated, capacity if known else None)
+    known = capacity if isinstance(capacity, int) and capacity > 0 else 0
+    return Allocations(times + events.base, allocated, known)
 
 
-def memory_of(allocations: Allocations | None, start: int, end: int) -> Peak | None:
+def memory_of(allocations: Allocations | None, start: int, end: int) -> Memory | None:
     """Returns the memory of a call from ``start`` to ``end``; None if it is unknown."""
     if allocations is None:
         return None
     first, last = np.searchsorted(allocations.times, (start, end))
     call_bytes = allocations.allocated[max(first - 1, 0) : last]
-    return Peak(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
+    return Memory(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
 
 
 def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, Peak, memory_of, without_some
+from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, memory_of, without_some
 from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
@@ -32,6 +32,7 @@ from megaprof.analysis.trace.intervals import (
 from megaprof.analysis.trace.traces import Trace, TracedRange, times_of, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import Pass
 
 WHOLE_STEP = "train_overall"
@@ -128,7 +129,7 @@ class TracedStep:
     """The axes of its communication on the GPU, as far as they are known."""
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     """Nanoseconds of each pass through each module."""
-    memory: Peak | None = None
+    memory: Memory | None = None
     """Memory allocated on its device; None if that was not captured."""
     incomplete: Note | None = None
     """Why a part of the step is missing; None if nothing is."""

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.model import divided, outside_layers
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
 from megaprof.analysis.table.table import EMBEDDING, LOSS, MTP, Floats
-from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage, to_flags
+from megaprof.formats import timeline as format
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
@@ -264,16 +264,16 @@ class Memory:
 
 
 def measured_memory(
-    stages: Sequence[Peak | None], pieces: Layout, held: Sequence[int], limit: int | None = None
+    stages: Sequence[format.Memory | None], pieces: Layout, held: Sequence[int], limit: int | None = None
 ) -> Memory | None:
     """Returns the memory of a run with these ``pieces``; None if some stage was not measured, or has no layer or
     activation to scale by. ``held``: the most layers times microbatches that each stage has in flight; ``limit``: bytes
     that a stage may allocate, if that is less than its device has."""
-    layers, at_peak = _layers(pieces, len(held)).sum(axis=1).tolist(), [peak for peak in stages if peak is not None]
-    allowed = [[bytes for bytes in (peak.capacity, limit) if bytes is not None] for peak in at_peak]
+    layers, at_peak = _layers(pieces, len(held)).sum(axis=1).tolist(), [stage for stage in stages if stage is not None]
+    allowed = [[bytes for bytes in (stage.capacity or None, limit) if bytes is not None] for stage in at_peak]
     if len(at_peak) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
         return None
-    least, most = tuple(peak.least for peak in at_peak), tuple(peak.most for peak in at_peak)
+    least, most = tuple(stage.allocated for stage in at_peak), tuple(stage.peak for stage in at_peak)
     return Memory(tuple(layers), tuple(held), least, most, tuple(map(min, allowed)))
 
 

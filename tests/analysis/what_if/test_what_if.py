@@ -20,10 +20,10 @@ from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions, worth_showing
 from megaprof.analysis.simulation import simulate
 from megaprof.analysis.table.tabulate import schedule_of
-from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.contents import Cost, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.scenarios import Scenario, write
@@ -272,7 +272,7 @@ def test_activations_in_flight_follow_the_schedule():
 
 def test_an_mtp_layer_needs_memory_as_a_layer_does():
     schedule = PipelineSchedule.checked(2, 1, 4)
-    known = measured_memory([Peak(4, 8, 99), Peak(2, 3, 99)], ("Ett", "mL"), [4, 1])
+    known = measured_memory([Memory(4, 8, 99), Memory(2, 3, 99)], ("Ett", "mL"), [4, 1])
     assert known is not None
     assert known.fit(("Ett", "mL"), schedule)[1] == (8, 3)
     assert known.fit(("Et", "tmL"), schedule)[1] == (8 - 2 - 2, 3 + 2 + 1)
