@@ -55,21 +55,9 @@ class Dispatcher:
         self.close_modules: Callable[[], object] | None = None
         """Closes the ranges of modules that are open in this thread. Can be run twice."""
         self._recording: tuple[Session, RecordedCall] | None = None
-        self._last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
+        self.last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
         kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
-
-    def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
-        """Routes calls that run any of ``models`` to ``session``; None: calls that no other session takes."""
-        self._last_model = None
-        session.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
-        self.sessions.append(session)
-
-    def remove(self, session: Session) -> None:
-        """Stops routing calls to ``session``."""
-        self._last_model = None
-        if session in self.sessions:
-            self.sessions.remove(session)
 
     @property
     def level(self) -> str:
@@ -149,7 +137,7 @@ class Dispatcher:
     def forget(self) -> None:
         """Forgets the call in progress, in a forked child: its sessions are the parent's."""
         self._now(None)
-        self._recording = self.inside = self._last_model = None
+        self._recording = self.inside = self.last_model = None
         self.models = ()
 
     def drop(self) -> None:
@@ -172,15 +160,15 @@ class Dispatcher:
 
     def _route(self, chunks: tuple[Any, ...]) -> tuple[Session | None, tuple[Any, ...]]:
         """Returns the session that takes a call of ``chunks``, or None, and the models inside their wrappers."""
-        if self._last_model is not None and len(chunks) == 1:
-            chunk, model, session = self._last_model
+        if self.last_model is not None and len(chunks) == 1:
+            chunk, model, session = self.last_model
             if chunk() is chunks[0] and (unwrapped := model()) is not None:
                 return session, (unwrapped,)
         models = tuple(map(innermost, chunks))
         taker = self.owner(models) or self.owner(None)
         if taker is not None and len(chunks) == 1 and chunks[0] is not None:
             with suppress(TypeError):  # a model without weak references is looked up every time
-                self._last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
+                self.last_model = weakref.ref(chunks[0]), weakref.ref(models[0]), taker
         return taker, models
 
     def owner(self, models: tuple[Any, ...] | None) -> Session | None:
@@ -214,7 +202,9 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
         logger.said.clear()  # what is wrong again is said again
         process.dispatcher = Dispatcher()
         process.unwatch_exit = at_exit(_finish_all)
-    process.dispatcher.add(session, models)
+    process.dispatcher.last_model = None
+    session.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
+    process.sessions.append(session)
     patched = bool(process.patches)
     try:
         for patch in patches:
@@ -229,7 +219,9 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
 def remove(session: Session) -> None:
     """Removes ``session``. With the last session, the hooks themselves are removed."""
     with process.termination:
-        process.dispatcher.remove(session)
+        process.dispatcher.last_model = None
+        if session in process.sessions:
+            process.sessions.remove(session)
         if not process.sessions:
             _put_back()
             process.unwatch_exit()

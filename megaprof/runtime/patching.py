@@ -31,13 +31,10 @@ class Patches:
         """Returns whether anything is replaced."""
         return bool(self._applied)
 
-    def apply(self, owner: Any, name: str, wrap: Wrap) -> bool:
-        """Replaces ``owner.name`` by ``wrap(owner.name)``. Returns False if ``owner`` has no such attribute."""
-        original = vars(owner).get(name)
-        if original is None:
-            return False
-        self.put(owner, name, original, functools.wraps(original)(wrap(original)))
-        return True
+    def apply(self, owner: Any, name: str, wrap: Wrap) -> None:
+        """Replaces ``owner.name`` by ``wrap(owner.name)``, if ``owner`` has such an attribute."""
+        if (original := vars(owner).get(name)) is not None:
+            self.put(owner, name, original, functools.wraps(original)(wrap(original)))
 
     def put(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         """Replaces ``owner.name``, which is ``original``, by ``replacement``."""
