@@ -24,11 +24,6 @@ from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Suppressed, from_host, logger
 from megaprof.runtime.patching import Patches
 
-_Usual = Literal["optimizer", "evaluation", "saving", "logging", "data"]
-_OfRL = Literal["train_log_probs", "rollout", "rewards", "weight_sync", "offload"]
-Part = _Usual | _OfRL
-"""A part of the host's loop (`megaprof.formats.facts`)."""
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -60,8 +55,9 @@ class Hook:
     ends: Literal["step", "job"] | None = None
     """``step`` if the call ends a step of the host in this process; ``job`` if it ends the whole job, which this
     process runs. Files are finished then, because processes may be killed without warning afterwards (see ``over``)."""
-    part: Part | None = None
-    """The part of the host's loop that its calls are, between the schedule's calls; None if they are none."""
+    part: str | None = None
+    """The part of the host's loop that its calls are, between the schedule's calls (`megaprof.formats.facts.PARTS`);
+    None if they are none."""
     batch: Batch | None = None
     """The way the function runs the microbatches of a step without Megatron's schedule; None if it runs none."""
 

@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megaprof.autoload.contract import Facts, Hook, Part, callers
+from megaprof.autoload.contract import Facts, Hook, callers
 from megaprof.recorders.call import Batch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _PROFILER = "torch_profiler_config"
 #: The batches of workers without Megatron.
 _TRAINING = Batch(attrgetter("model"))
 _FORWARD = replace(_TRAINING, forward_only=lambda arguments: True)
-_OF_STRATEGY: dict[str, Part] = {
+_OF_STRATEGY = {
     "optimizer_step": "optimizer",
     "offload_to_cpu": "offload",
     "backload_to_gpu": "offload",

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megaprof.autoload.contract import Facts, Hook, Part, local, over
+from megaprof.autoload.contract import Facts, Hook, local, over
 from megaprof.capture.process import process
 from megaprof.config import values as read
 from megaprof.config.options import ProfileConfig, variable
@@ -442,7 +442,7 @@ def _get(node: Any, path: str, default: Any = None) -> Any:
 
 
 #: Up to verl 0.6.
-_OLD_FUNCTIONS: dict[str, tuple[Any, Part | None]] = {
+_OLD_FUNCTIONS: dict[str, tuple[Any, str | None]] = {
     "ActorRolloutRefWorker.generate_sequences": (partial(_facts, "rollout"), "rollout"),
     "ActorRolloutRefWorker.compute_ref_log_prob": (partial(_facts, "ref"), None),
     "ActorRolloutRefWorker.compute_log_prob": (_log_probs, None),
@@ -471,7 +471,7 @@ _ENGINES = {
         "torchtitan": "TorchTitanEngine",
     }.items()
 }
-_OF_ENGINE: dict[str, Part] = {"optimizer_step": "optimizer", "save_checkpoint": "saving", "to": "offload"}
+_OF_ENGINE = {"optimizer_step": "optimizer", "save_checkpoint": "saving", "to": "offload"}
 
 #: Methods of both trainers of PPO that hand a batch to the workers; the second one's goes through a transfer queue.
 _TRAINERS = ("verl.trainer.ppo.ray_trainer:RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer")

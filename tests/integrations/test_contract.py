@@ -21,6 +21,7 @@ from megaprof.autoload.contract import Facts, Hook
 from megaprof.capture import profiler, roles
 from megaprof.capture.agenda import Agenda
 from megaprof.capture.roles import evaluating
+from megaprof.formats.facts import PARTS
 from megaprof.hosts import ms_swift, skyrl, slime, verl
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders.loop import Parts
@@ -196,6 +197,10 @@ def test_the_host_is_the_one_that_is_built_on_the_others(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
         found.append(registry.framework())
     assert found == ["megatron-lm", "megatron-bridge", "verl"]
+
+
+def test_a_timeline_has_a_number_for_each_part_of_a_hosts_loop() -> None:
+    assert {hook.part for hook in registry.HOOKS} - {None} <= set(PARTS)
 
 
 def test_slime_numbers_training_steps_and_log_probs_as_it_logs_them() -> None:
