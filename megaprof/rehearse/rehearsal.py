@@ -247,7 +247,7 @@ def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, L
         raise Unanswerable(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
     # A capture shows a transfer together with what its receiver does until the next pass, which stages alone do, too.
     runs = (each for each in (run, *analyze(out / PREDICTED).by_hand) if each is not None)
-    took, predicted = (np.median(each.baseline.link, axis=(0, 1)) for each in runs)
+    took, predicted = (np.median(each.baseline.view.link, axis=(0, 1)) for each in runs)
     kept, source = {}, f"transfers between stages, {directory}"
     for link in dict.fromkeys(rehearsal.links):
         at = [number for number, each in enumerate(rehearsal.links) if each == link]

@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.model import blocks, fit
+from megaprof.analysis.diagnosis.model import fit
 from megaprof.analysis.diagnosis.policy import DRAWS, LEAST, REPLAYED
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View, viewed
@@ -87,7 +87,10 @@ class Examined:
         # communication that appears once, are reduced in all of them.
         of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
-        several = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else None
+        several = None
+        if term.fitted and len(gain) == 1:
+            with_it, without = (view.in_other_blocks(len(self.rows)) for view in (self.view, mended(self.view, term)))
+            several = with_it.step_ms - without.step_ms
         price = self.interval(gain, of_one**2 + of_content**2, several)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
         left = np.minimum(self.view.passes, mended(self.view, term).passes).sum(axis=(3, 4, 5))
@@ -103,18 +106,6 @@ class Examined:
         besides += 2.0 * self.restless_ms * abs(mean) / len(gain) + ((self.missed + REPLAYED) * mean) ** 2
         errors = errors_of_mean(gain, self.often) if several is None else errors_of_mean(several) * len(several) ** 0.5
         return Interval.of(mean, float(np.sqrt(besides)), errors)
-
-    def _in_other_blocks(self, term: Term) -> Floats:
-        """Returns what a term costs, [draw], in steps made of drawn blocks of the microbatches of a single step, which
-        might as well have been any of these."""
-        columns = blocks(len(self.rows), self.view.passes.shape[-1], np.random.default_rng(0))
-        took = []
-        for view in (self.view, mended(self.view, term)):
-            passes = np.moveaxis(view.passes[0][..., columns], -2, 0)
-            entry, link = (np.repeat(values, len(columns), axis=0) for values in (view.entry, view.link))
-            took.append(view.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
-        gain: Floats = took[0] - took[1]
-        return gain
 
 
 def more_steps(steps: int, noise: float, room: float) -> int:
@@ -134,7 +125,8 @@ def examine(table: Table) -> Examined:
     (content, of_draws, factors), rows = fit(table, steps), steps[:, 0]
     expected = factors.pop("expected")
     view = viewed(table, content, factors, expected)
-    draws, replayed_ms = view.at(rows, of_draws), float(np.mean(view.step_ms))
+    slow, replayed_ms = of_draws.stage * of_draws.chunk, float(np.mean(view.step_ms))
+    draws = view.at(rows, tail=view.tail[rows], now=of_draws.whole, slow=slow, content=of_draws)
     every = tuple(terms(table, view, float(table.length.mean())))
     count = len(table.steps)
     often = np.random.default_rng(0).multinomial(count, np.full(count, 1.0 / count), size=MANY)
@@ -143,7 +135,7 @@ def examine(table: Table) -> Examined:
 
 def _restless(table: Table, view: View, expected: Floats) -> float:
     """Returns `Examined.restless_ms`, from quarters of a step: disturbances last for several passes, but not all."""
-    over = view.passes - view.beside - expected
+    over = view.steady - expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
     over, took = (np.take_along_axis(values.reshape(t, d, s, -1), order, axis=3) for values in (over, table.passes))

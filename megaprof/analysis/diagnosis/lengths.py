@@ -98,8 +98,10 @@ def fit(run: Examined) -> tuple[Floats, Floats] | None:
 
 
 def taken(cost: Floats, work: Floats) -> Floats:
-    """Returns the time of passes, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3]."""
-    times_ms: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
+    """Returns the time of passes, [t, d, s, c, k, m], given the ``work`` of microbatches and ``cost`` [s, c, k, 3], or
+    [t, s, c, k, 3]."""
+    cost = np.broadcast_to(cost, (len(work), *cost.shape[-4:]))
+    times_ms: Floats = np.einsum("tdmf,tsckf->tdsckm", features(work), cost)
     return np.maximum(times_ms, 1e-9)
 
 

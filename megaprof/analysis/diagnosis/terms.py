@@ -91,7 +91,7 @@ def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
 
     def even(v: View) -> View:
         factor = v.work.mean(axis=-1, keepdims=True) / v.work
-        return v.scaled(factor[:, :, None, None, None, :], work=np.ones_like(v.work))
+        return v.scaled(factor[:, :, None, None, None, :])
 
     yield Term("uneven_microbatches", even)
     for stage in range(s):
@@ -99,14 +99,14 @@ def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
         def alike(v: View, stage: int = stage) -> View:
             factor = np.ones_like(v.own)
             factor[:, :, stage] = v.own[:, :, stage].mean(axis=-1, keepdims=True) / v.own[:, :, stage]
-            return v.scaled(factor[:, :, :, None, None, :], own=v.own * factor)
+            return v.scaled(factor[:, :, :, None, None, :])
 
         yield Term("uneven_microbatches", alike, stage=stage)
     if d > 1:
 
         def equal(v: View) -> View:
             factor = v.level.mean(axis=1, keepdims=True) / v.level
-            return v.scaled(factor[:, :, None, None, None, None], level=np.ones_like(v.level))
+            return v.scaled(factor[:, :, None, None, None, None])
 
         yield Term("unequal_replicas", equal, once=True)
 
@@ -217,17 +217,13 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             once=True,
             doubt=1.0 if table.waits_unseen else 0.0,
         )
-    if DATA not in table.held:
-        yield Term(DATA, lambda v: v.less(v.first_waits(), first=np.zeros_like(v.first)), stage=0, once=True)
-    for stage in np.flatnonzero(table.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist() if DATA in table.held else ():
-        waits = np.nan_to_num(table.spent[DATA][:, :, stage])
-        ranks = longest(waits, table.ranks[:, stage, : waits.shape[2]], step_ms)
+    for stage in np.flatnonzero(view.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist():
+        waits = np.nan_to_num(table.spent[DATA][:, :, stage]) if DATA in table.held else None
+        ranks = () if waits is None else longest(waits, table.ranks[:, stage, : waits.shape[2]], step_ms)
         yield Term(DATA, partial(View.released, kind=DATA, stage=stage), stage=stage, ranks=ranks, once=True)
-    for kind in [kind for kind in table.held if kind != DATA]:
+    for kind in [kind for kind in view.held if kind not in (DATA, EXCHANGE)]:
         ranks = longest(table.core_waits, table.ranks, step_ms) if kind == WAIT else ()
         yield Term(kind, partial(View.released, kind=kind), ranks=ranks, once=True)
-    if view.stalled.any():
-        yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
 def longest(waits: Floats, ranks: npt.NDArray[np.int64], step_ms: float) -> tuple[int, ...]:

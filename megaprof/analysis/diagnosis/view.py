@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.model import Content
+from megaprof.analysis.diagnosis.model import Content, blocks
 from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
 from megaprof.parallel.schedules import PassId, PipelineSchedule, Wait, phase_order, stage_program
 
-#: Among what held passes up: what their stages exchanged before them (`View.passes`).
-EXCHANGE = "exchange"
+#: Among what held passes up: what their stages exchanged before them (`View.passes`), and how much longer one pass of a
+#: stage and step took than the longest one of a usual step.
+EXCHANGE, STALLS = "exchange", "stalls"
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,6 @@ class View:
     """[n, d, s, m]: additional work of a microbatch on this stage only."""
     timely: Floats
     """[n, d, s]: when each rank would have entered the step if it had not been late."""
-    first: Floats
-    """[n, d]: how much longer the first pass of the first stage is than expected, beyond the same excess of others; 0
-    if it is recorded how long passes waited for data."""
-    stalled: Floats
-    """[n, d, s]: how much longer one pass of a step is than the longest one of a usual step; than its own pass in
-    such a step, if that is more than twice as much, because the longest one of a usual step is another pass."""
-    stalling: npt.NDArray[np.intp]
-    """[n, d, s]: which pass that is, in a flattened [c, k, m]."""
     exchange: Floats
     """[n, d, link]: what a usual exchange of each link takes in addition to ``link``, as one in both directions at
     once takes longer than one alone."""
@@ -79,20 +72,28 @@ class View:
     exposed: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
+    """As in the table, and `EXCHANGE` and `STALLS`. If no file says how long passes waited for data, the first pass of
+    the first stage waited for as long as it took longer than expected, beyond the same excess of other stages."""
 
-    def at(self, rows: npt.NDArray[np.intp], content: Content) -> View:
-        """Returns these steps, as they were, with other contents."""
-        slow, tail = content.stage * content.chunk, self.tail[rows]
-        return replace(self, tail=tail, now=content.whole, slow=slow, content=content, **self._at(rows))
+    def at(self, some: Any, **fields: Any) -> View:
+        """Returns the view of some steps and replicas, an index of these axes. ``fields``: those that have no axis of
+        replicas, if the steps are others."""
+        parts: dict[str, Any] = {
+            of: {name: ms[some] for name, ms in getattr(self, of).items()} for of in ("exposed", "held")
+        }
+        return replace(self, **parts, **{name: getattr(self, name)[some] for name in _PER_STEP}, **fields)
 
     def of(self, replica: int) -> View:
         """Returns only one replica."""
-        return replace(self, **self._at(np.s_[:, replica : replica + 1]))
+        return self.at(np.s_[:, replica : replica + 1])
 
-    def _at(self, some: Any) -> dict[str, Any]:
-        """Returns the fields that have an axis of steps and one of replicas, for some of them."""
-        parts = {of: {name: ms[some] for name, ms in getattr(self, of).items()} for of in ("exposed", "held")}
-        return {**parts, **{name: getattr(self, name)[some] for name in _PER_STEP}}
+    def in_other_blocks(self, count: int) -> View:
+        """Returns a single step as ``count`` steps that might as well have run, with other blocks of its microbatches
+        (`blocks`)."""
+        columns = blocks(count, self.passes.shape[-1], np.random.default_rng(0))
+        passes, *held = (np.moveaxis(ms[0][..., columns], -2, 0) for ms in (self.passes, *self.held.values()))
+        entry, link = (np.repeat(ms, count, axis=0) for ms in (self.entry, self.link))
+        return replace(self, passes=passes, held=dict(zip(self.held, held, strict=True)), entry=entry, link=link)
 
     def joined(self, replica: int, other: View) -> View:
         """Returns the view with one replica replaced by another view of it."""
@@ -117,29 +118,10 @@ class View:
         longer += self.passes
         return replace(self, passes=longer, **{"exposed": exposed, **parts, **neutral})
 
-    def first_waits(self) -> Floats:
-        """Returns how long passes seem to have waited for data, [n, d, s, c, k, m], if that is not recorded."""
-        waits = np.zeros_like(self.passes)
-        waits[:, :, 0, 0, 0, 0] = self.first
-        return waits
-
-    def stalls(self) -> Floats:
-        """Returns how long passes stalled, [n, d, s, c, k, m]."""
-        stalls = np.zeros_like(self.passes)
-        np.put_along_axis(
-            stalls.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
-        )
-        return stalls
-
-    @cached_property
-    def beside(self) -> Floats:
-        """What passes took in addition to what the model explains, [n, d, s, c, k, m]."""
-        return self.first_waits() + self.stalls() + sum(self.held.values())
-
     @cached_property
     def steady(self) -> Floats:
-        """Passes without that."""
-        return self.passes - self.beside
+        """Passes without what held them up, in addition to what the model explains."""
+        return self.passes - sum(self.held.values())
 
     @property
     def worked(self) -> Floats:
@@ -148,7 +130,7 @@ class View:
         return self.steady + self.held[WAIT] if WAIT in self.held else self.steady
 
     def alone(self) -> Floats:
-        """Returns what is a rank's own in passes, [n, d, s, c, k, m]: all but exposed communication and `beside`."""
+        """Returns what is a rank's own in passes, [n, d, s, c, k, m]: what is `steady` but exposed communication."""
         return np.maximum(self.steady - sum(self.exposed.values()), 0.0)
 
     def holding(self, now: Floats) -> View:
@@ -170,7 +152,7 @@ class View:
         values = getattr(self, factor)
         less = np.ones_like(values)
         less[:, :, stage] = 1.0 / values[:, :, stage]
-        return self.scaled(less[..., None, None, None], only_own=only_own, **{factor: values * less})
+        return self.scaled(less[..., None, None, None], only_own=only_own)
 
     def less(self, passes: Floats, **neutral: Any) -> View:
         """Returns the view with shorter passes. ``neutral``: the fields that change with it."""
@@ -195,7 +177,7 @@ class View:
 
 
 _FACTORS = ("level", "work", "rank", "pace", "peers", "lasting", "own", "least")
-_PER_STEP = (*_FACTORS, "passes", "entry", "link", "timely", "first", "stalled", "stalling", "exchange", "idle")
+_PER_STEP = (*_FACTORS, "passes", "entry", "link", "timely", "exchange", "idle")
 
 
 def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expected: Floats) -> View:
@@ -207,17 +189,16 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
         late = np.maximum(entry - of_others(entry.reshape(n, -1), 1).reshape(n, d, s), 0.0)
     took = table.passes - sum(table.held.values())
     over = np.minimum(took - expected, took - factors["least"] - sum(table.exposed.values()))
-    first = over[:, :, 0, 0, 0, 0]
-    # With one stage, the opening may explain all of it.
-    others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
-    # If a peer arrives late because it had no core, the first pass waits for it and not for data.
-    first = (first - others if s > 1 else first) - table.core_waits_beside[:, :, 0].max(axis=2)
-    if DATA in table.held:
-        first = np.zeros_like(first)
-    else:
+    exchanged, exchange = passes - table.passes, np.zeros((n, d, s))
+    held = {**table.held, EXCHANGE: exchanged, STALLS: np.zeros(passes.shape)}
+    if DATA not in table.held:
+        first = over[:, :, 0, 0, 0, 0]
+        others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else 0.0
+        held[DATA] = np.zeros_like(passes)
+        # If a peer arrives late because it had no core, the first pass waits for it and not for data.
+        held[DATA][:, :, 0, 0, 0, 0] = np.maximum(first - others - table.core_waits_beside[:, :, 0].max(axis=2), 0.0)
         over = over.copy()
         over[:, :, 0, 0, 0, 0] = 0.0
-    exchanged, exchange = passes - table.passes, np.zeros((n, d, s))
     for number, received in enumerate(receivers(table.schedule)):
         if received.any():
             exchange[..., number] = np.median(exchanged[:, :, received], axis=(2, 3))
@@ -225,6 +206,9 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
     stalling = flat.argmax(axis=-1)
     longest = np.take_along_axis(flat, stalling[..., None], axis=-1)[..., 0]
     usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
+    # If it is more than twice as long as the longest one of a usual step, that is another pass.
+    stalled = np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0)
+    np.put_along_axis(held[STALLS].reshape(flat.shape), stalling[..., None], stalled[..., None], axis=-1)
     whole = Content._make(np.repeat(part[None], n, axis=0) for part in content)
     return View(
         replay,
@@ -237,13 +221,10 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
         whole,
         **factors,
         timely=entry - late,
-        first=np.maximum(first, 0.0),
-        stalled=np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0),
-        stalling=stalling,
         exchange=exchange,
         exposed=table.exposed,
         idle=table.idle,
-        held={**table.held, EXCHANGE: exchanged},
+        held=held,
     )
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from megaprof.analysis.diagnosis.policy import OTHER_CHUNKS
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.simulation import Simulation, rescheduled
+from megaprof.analysis.simulation import Simulation, played, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, baseline, priced
+from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, changed, priced
 from megaprof.analysis.what_if.contents import Costs, Held, Memory, in_flight_layers
 from megaprof.analysis.what_if.contents import split as divided
 from megaprof.analysis.what_if.layouts import (
@@ -106,12 +106,12 @@ class Changeable:
     @cached_property
     def sure(self) -> Costs:
         """The costs of layers in every draw of steps and microbatches."""
-        return divided(self.baseline.drawn, self.held)
+        return divided(self.baseline.draws.now, self.held)
 
     @cached_property
     def free(self) -> Costs:
         """The costs of layers in draws that also vary what the data leave open."""
-        return divided(np.concatenate([self.baseline.drawn] * WAYS), self.held, np.random.default_rng(0))
+        return divided(np.concatenate([self.baseline.draws.now] * WAYS), self.held, np.random.default_rng(0))
 
     def change(self, setting: Setting) -> Change:
         """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""
@@ -185,13 +185,17 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
         p2p_ms=wanted.p2p_ms,
         packing=wanted.packing,
     )
-    content = run.costs.of(wanted.pieces)
-    before = asked.baseline.stages_ms(asked.baseline.content, Change(asked.baseline.replay))
-    steps, stages_ms = run.baseline, run.baseline.stages_ms(content, change)
+    steps = changed(run.baseline.view, run.costs.of(wanted.pieces), change)
+    before, stages_ms = (each.passes.sum(axis=(3, 4, 5)).mean(axis=(0, 1)) for each in (asked.baseline.view, steps))
     longer = stages_ms / np.maximum(before, 1e-9)
     # Until the longest pipeline ends. This is never negative, because a pipeline takes as long as any of its stages.
-    idle_ms = (steps.pipelines_ms - steps.gain(content, change)).mean() - stages_ms
-    return Tried(wanted, prediction, steps.simulated(content, change), tuple(longer.tolist()), tuple(idle_ms.tolist()))
+    idle_ms = steps.pipelines_ms.max(axis=1).mean() - stages_ms
+    # The longest pipeline of the captured step whose replay is nearest to the average one.
+    replayed_ms = run.baseline.view.pipelines_ms.max(axis=1)
+    row = int(np.abs(replayed_ms - replayed_ms.mean()).argmin())
+    place = row, int(steps.pipelines_ms[row].argmax())
+    simulation = played(steps.replay, steps.passes[place], entry=steps.entry[place], link=steps.link[place])
+    return Tried(wanted, prediction, simulation, tuple(longer.tolist()), tuple(idle_ms.tolist()))
 
 
 def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeable, Prediction]:
@@ -207,8 +211,8 @@ def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeabl
             f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
-    prediction, passes, replay = repacked(sequences, laid, packing)
-    return replace(run, baseline=baseline(sequences.run, passes, replay)), prediction
+    prediction, steps = repacked(sequences, laid, packing)
+    return replace(run, baseline=steps.longest()), prediction
 
 
 def _check(run: Changeable, wanted: Setting) -> None:

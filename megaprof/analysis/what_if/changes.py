@@ -12,24 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
-from megaprof.analysis.diagnosis.model import blocks
-from megaprof.analysis.diagnosis.policy import DRAWS, LEAST, REPLAYED, RERUN
-from megaprof.analysis.diagnosis.view import EXCHANGE
+from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
+from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import LEVEL, Interval
-from megaprof.analysis.simulation import Replay, Simulation, played
+from megaprof.analysis.simulation import Replay
 from megaprof.analysis.table.table import Floats
 
 #: How many pipelines of a step are replayed: those that take longest now. After a change, any may be the longest.
 _LONGEST = 4
 
-_Rows: TypeAlias = npt.NDArray[np.intp] | slice
 Kind = Literal[
     "layout", "chunks", "balanced", "microbatches", "overlap", "packing", "even_packing", "by_hand", "recompute"
 ]
@@ -106,27 +103,39 @@ class Change:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The captured steps that changes are compared with: ``n`` steps, each with the ``r`` pipelines that may be its
-    longest. Times are in milliseconds.
+    """The captured steps that changes are compared with: ``view`` has all of them, ``draws`` the step of each draw in
+    ``rows`` [draw], with the contents of that draw. ``length`` [n] is the measured step in milliseconds, and ``missed``
+    the fraction by which the replay misses the average step."""
 
-    A pass takes ``passes`` for its content, ``exchange`` for what its stage exchanged before it beyond ``link``, and
-    ``beside`` for the rest [n, r, s, c, k, m]. Each stage enters a step at ``entry``, and exchanges with the next one
-    in ``link`` [n, r, s]. ``length`` [n] is the measured step, and ``missed`` the fraction by which the replay misses
-    the average step. ``content`` [s, c, k] is the time of chunks in the quicker passes, their lower quartile, ``drawn``
-    [draw, s, c, k] the same in every draw, and ``rows`` [draw] the step of each draw.
-    """
-
-    replay: Replay
-    passes: Floats
-    exchange: Floats
-    beside: Floats
-    entry: Floats
-    link: Floats
+    view: View
+    draws: View
+    rows: npt.NDArray[np.intp]
     length: Floats
     missed: float
-    content: Floats
-    drawn: Floats
-    rows: npt.NDArray[np.intp]
+
+    @classmethod
+    def of(cls, run: Examined) -> Baseline:
+        """Returns the steps of a run as they were examined."""
+        return cls(run.view, run.drawn, run.rows, run.table.length, run.missed)
+
+    def longest(self) -> Baseline:
+        """Returns the same with only those pipelines of each step that may be its longest."""
+        chosen = np.sort(np.argsort(-self.view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
+        view, draws = (
+            steps.at((np.arange(len(replicas))[:, None], replicas))
+            for steps, replicas in ((self.view, chosen), (self.draws, chosen[self.rows]))
+        )
+        return replace(self, view=view, draws=draws)
+
+    @property
+    def replay(self) -> Replay:
+        """The captured schedule."""
+        return self.view.replay
+
+    @property
+    def content(self) -> Floats:
+        """[s, c, k]: milliseconds of chunks in the quicker passes, their lower quartile."""
+        return np.asarray(self.view.now[0])
 
     @property
     def measured_ms(self) -> float:
@@ -136,110 +145,32 @@ class Baseline:
     @property
     def p2p_ms(self) -> float:
         """Milliseconds of an exchange: the median of all links."""
-        return float(np.median(self.link)) if self.link.shape[-1] > 1 else 0.0
-
-    @cached_property
-    def pipelines_ms(self) -> Floats:
-        """[n]: the longest pipeline of every step, replayed."""
-        return self._longest(slice(None), np.ones_like(self.content)[None], Change(self.replay))
-
-    def gain(self, content: Floats, change: Change, rows: _Rows = slice(None), before: Floats | None = None) -> Floats:
-        """Returns [n]: how many milliseconds shorter steps are with other contents [s, c, k] and a change. ``rows``: of
-        these steps, whose contents [row, s, c, k] change from what they were ``before``."""
-        took = self._longest(rows, self._ratio(content, before), change)
-        return self.pipelines_ms[rows] - took
-
-    @cached_property
-    def as_several(self) -> Baseline:
-        """A single step as several that might as well have run: with other blocks of its microbatches. They are blocks
-        because what disturbs one microbatch disturbs its neighbours, too."""
-        chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
-        passes, exchange, beside = (
-            np.stack([values[0][..., block] for block in chosen])
-            for values in (self.passes, self.exchange, self.beside)
-        )
-        entry, link = (np.repeat(values[:1], len(chosen), axis=0) for values in (self.entry, self.link))
-        return replace(self, passes=passes, exchange=exchange, beside=beside, entry=entry, link=link)
-
-    def _ratio(self, content: Floats, before: Floats | None = None) -> Floats:
-        """Returns the factor of contents, [n, s, c, k]. If the numbers of chunks differ, it is relative to the average
-        chunk of a stage."""
-        content, before = (content[None], self.content[None]) if before is None else (content, before)
-        if before.shape[-2] != content.shape[-2]:
-            before = before.mean(axis=-2, keepdims=True)
-        return content / np.maximum(before, 1e-9)
-
-    def _longest(self, rows: _Rows, ratio: Floats, change: Change) -> Floats:
-        times, entry, link = self._times(rows, ratio, change)
-        longest: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
-        return longest
-
-    def _times(self, rows: _Rows, ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
-        """Returns the passes, entries and exchanges that the schedule of ``change`` replays. ``ratio`` [n, s, c, k]:
-        the factor of contents."""
-        passes, exchange, beside = self.passes[rows], self.exchange[rows], self.beside[rows]
-        before, after = passes.shape[3], change.replay.shape[1]
-        if after != before:
-            # Each pass has an exchange; the rest stays as long.
-            passes, exchange, beside = (values.mean(axis=3, keepdims=True) for values in (passes, exchange, beside))
-            beside *= before / after
-        times = passes * ratio[:, None, ..., None] + exchange + beside
-        entry, link = self.entry[rows], self.link[rows]
-        times = resliced(times, change.replay.shape[3], change.tokens)
-        link = link * change.exchanges if change.p2p_ms is None else np.full_like(link, change.p2p_ms)
-        return times, entry, link
-
-    def stages_ms(self, content: Floats, change: Change) -> Floats:
-        """Returns [s]: milliseconds of all passes of a stage in the average step, with other contents [s, c, k] and a
-        change."""
-        times, _, _ = self._times(slice(None), self._ratio(content), change)
-        whole: Floats = times.sum(axis=(3, 4, 5)).mean(axis=(0, 1))
-        return whole
-
-    def simulated(self, content: Floats, change: Change) -> Simulation:
-        """Returns the longest pipeline of the step whose replay is nearest to the average one, with other contents
-        [s, c, k]."""
-        row = np.array([np.abs(self.pipelines_ms - self.pipelines_ms.mean()).argmin()])
-        times, entry, link = self._times(row, self._ratio(content), change)
-        longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
-        return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
+        return float(np.median(self.view.link)) if self.view.link.shape[-1] > 1 else 0.0
 
 
-def baseline(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Baseline:
-    """Returns the steps of a run as they were examined, or as they would be if their passes had taken ``passes``
-    [n, d, s, c, k, m] in the schedule of ``replay``."""
-    view, beside = run.view, np.minimum(run.view.passes - run.view.worked, run.view.passes)
+def changed(steps: View, content: Floats, change: Change) -> View:
+    """Returns steps with other contents, [s, c, k] or [n, s, c, k], and a change. If the numbers of chunks differ,
+    contents are relative to the average chunk of a stage."""
+    beside = np.minimum(steps.passes - steps.worked, steps.passes)
     # Communication that names no group may go on between passes, and is then no exchange.
-    exchange = np.minimum(view.held[EXCHANGE], 0.0 if "unknown" in view.exposed else beside)
-    if passes is not None:
-        view, beside = replace(view, passes=passes, replay=replay or view.replay), np.zeros_like(passes)
-        exchange = beside
-    shorter = run.view.step_ms - view.step_ms
-    length = run.table.length - shorter
-    chosen = np.sort(np.argsort(-view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
+    exchange = np.minimum(steps.held[EXCHANGE], 0.0 if "unknown" in steps.exposed else beside)
+    passes, beside, before = steps.passes - beside, beside - exchange, steps.now
+    chunks, after = passes.shape[3], change.replay.shape[1]
+    if after != chunks:
+        # Each pass has an exchange; the rest stays as long.
+        passes, exchange, beside = (values.mean(axis=3, keepdims=True) for values in (passes, exchange, beside))
+        beside, before = beside * (chunks / after), before.mean(axis=-2, keepdims=True)
+    ratio = content / np.maximum(before, 1e-9)
+    times = resliced(passes * ratio[:, None, ..., None] + exchange + beside, change.replay.shape[3], change.tokens)
+    link = steps.link * change.exchanges if change.p2p_ms is None else np.full_like(steps.link, change.p2p_ms)
+    return replace(steps, replay=change.replay, passes=times, link=link)
 
-    # The factor of work [draw, s] that a stage might have had with other microbatches by chance.
-    own_work, random = np.moveaxis(run.view.own.mean(axis=1), 1, 2), np.random.default_rng(0)  # [t, m, s]
-    steps = random.integers(0, len(own_work), (DRAWS, len(own_work)))
-    microbatches = random.integers(0, own_work.shape[1], (len(steps), own_work.shape[1]))
-    luck = own_work[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
 
-    def of_chosen(values: Floats) -> Floats:
-        return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
-
-    return Baseline(
-        replay=view.replay,
-        passes=of_chosen(view.passes - beside),
-        exchange=of_chosen(exchange),
-        beside=of_chosen(beside - exchange),
-        entry=of_chosen(view.entry),
-        link=of_chosen(view.link),
-        length=length,
-        missed=abs((run.replayed_ms - float(shorter.mean())) / float(length.mean()) - 1.0),
-        content=view.now[0],
-        drawn=run.draws.content.whole * luck[..., None, None],
-        rows=run.rows,
-    )
+def gain(steps: View, content: Floats, change: Change) -> Floats:
+    """Returns [n]: how many milliseconds shorter steps are with other contents and a change, as `changed` takes
+    them."""
+    shorter: Floats = steps.pipelines_ms.max(axis=1) - changed(steps, content, change).pipelines_ms.max(axis=1)
+    return shorter
 
 
 def resliced(times: Floats, count: int, larger: float) -> Floats:
@@ -275,42 +206,34 @@ def priced(
     that also vary what the data leave open (``free``). ``unsure``: any further uncertainty besides `policy.RERUN`, as a
     fraction of the step."""
     change = change or Change(run.replay)
-    gains = run.gain(content, change)
-    of_same_step = gains[run.rows]
+    gains = gain(run.view, content, change)
     # Passes are measured and no estimate. They change as the contents of the same draw do.
-    both = np.concatenate((free, sure))
-    rows, before = np.resize(run.rows, len(both)), np.resize(run.drawn, (len(both), *run.drawn.shape[1:]))
-    of_draws = run.gain(both, change, rows, before) - np.resize(of_same_step, len(both))
-    drawn, surely = np.split(of_draws, [len(free)])
+    drawn, surely = (
+        np.concatenate([gain(run.draws, some, change) - gains[run.rows] for some in np.split(each, ways)])
+        for each, ways in ((free, len(free) // len(run.rows)), (sure, 1))
+    )
     if change.tokens != 1.0 and change.p2p_ms is None:
         # The data do not say how much of an exchange is in proportion to its size, so it is anything from none to all.
-        in_proportion = float((run.gain(content, replace(change, exchanges=change.tokens)) - gains).mean())
+        in_proportion = float((gain(run.view, content, replace(change, exchanges=change.tokens)) - gains).mean())
         drawn = drawn + in_proportion * np.random.default_rng(0).uniform(size=len(free))
-    several = gains if len(gains) > 1 else run.as_several.gain(content, change)
+    several = gains if len(gains) > 1 else gain(run.view.in_other_blocks(len(run.rows)), content, change)
     of_steps = float(several.std(ddof=1) / math.sqrt(len(gains)))
-    return gained(kind, run.measured_ms, gains, of_steps, surely, drawn, run.missed, unsure)
+    return gained(kind, run, gains, of_steps, surely, drawn, unsure)
 
 
 def gained(
-    kind: Kind,
-    measured_ms: float,
-    gains: Floats,
-    of_steps: float,
-    sure: Floats,
-    free: Floats,
-    missed: float,
-    unsure: float = 0.0,
+    kind: Kind, run: Baseline, gains: Floats, of_steps: float, sure: Floats, free: Floats, unsure: float = 0.0
 ) -> tuple[Prediction, Floats]:
-    """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gains`` [n], and by how much it does
-    in every draw [draw].
+    """Returns the prediction of a run whose steps get shorter by ``gains`` [n], and by how much they do in every draw
+    [draw].
 
     ``of_steps`` is the standard error of their average. ``sure`` and ``free`` [draw] are how much more a draw gains
     than the estimate does in the same step: ``sure`` has the uncertainty that more steps would remove, ``free`` all.
-    ``missed`` (by the replay) and ``unsure`` are fractions of the step that more steps do not make smaller.
+    ``unsure``, and what the replay misses, are fractions of the step that more steps do not make smaller.
     """
-    mean = float(gains.mean())
+    mean, measured_ms = float(gains.mean()), run.measured_ms
     # A change may gain or lose all of the time that the replay misses.
-    lasting = (math.hypot(unsure, RERUN) + missed) * measured_ms / LEVEL
+    lasting = (math.hypot(unsure, RERUN) + run.missed) * measured_ms / LEVEL
     gain = Interval.of(mean, math.hypot(of_steps, lasting, REPLAYED * mean), free)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(sure**2))))
     more, over = 0, mean - LEAST * measured_ms

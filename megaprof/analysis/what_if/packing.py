@@ -17,9 +17,10 @@ import numpy as np
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.lengths import fit, taken
 from megaprof.analysis.diagnosis.policy import OTHER_SEQUENCES
+from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Kind, Prediction, gained
+from megaprof.analysis.what_if.changes import Baseline, Kind, Prediction, gained
 
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
@@ -56,7 +57,7 @@ class Sequences:
     """The sequences of each step of a run, and the time of passes by them. ``work`` [t, d, m, 3] has the tokens,
     sequences and squares of its microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
 
-    run: Examined
+    run: Baseline
     costs: Floats
     work: Floats
     steps: tuple[Step, ...]
@@ -84,7 +85,7 @@ def sequences_of(run: Examined) -> Sequences | None:
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
     tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
-    return Sequences(run, fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    return Sequences(Baseline.of(run), fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> list[Step] | None:
@@ -107,10 +108,9 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> li
     return laid if len(laid) == len(steps) else None
 
 
-def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Floats, Replay]:
+def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Baseline]:
     """Predicts the run with the sequences of each step packed as in ``steps`` (by the plan with this ``name``), which
-    all have equally many microbatches. Returns the milliseconds of every pass [t, d, s, c, k, m] and the schedule, too.
-    Raises ValueError if Megatron refuses that number."""
+    all have equally many microbatches. Returns these steps, too. Raises ValueError if Megatron refuses that number."""
     captured, count = sequences.run.view.replay, len(steps[0][0])
     replay = rescheduled(captured, captured.schedule.chunks, count)
     work = [
@@ -123,9 +123,9 @@ def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = Non
         ]
         for step in steps
     ]
-    prediction, passes = _predicted(sequences, "packing", np.array(work, dtype=float), replay)
+    prediction, run = _predicted(sequences, "packing", np.array(work, dtype=float), replay)
     changed = None if count == captured.schedule.microbatches else count
-    return replace(prediction, packing=name, microbatches=changed), passes, replay
+    return replace(prediction, packing=name, microbatches=changed), run
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -146,35 +146,29 @@ def plans(sequences: Sequences) -> list[Prediction]:
     return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), even]
 
 
-def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Floats]:
-    """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the milliseconds of their passes."""
-    run, costs, view = sequences.run, sequences.costs, sequences.run.view
-    n = len(view.passes)
-    slow = view.lasting[..., None, None, None]
-    as_was = view.pipelines_ms.max(axis=1)
+def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Baseline]:
+    """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the steps with these."""
+    run, every = sequences.run, np.arange(len(work))
 
-    def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        longest: Floats = replay.step_ms(passes, entry=view.entry[rows], link=view.link[rows]).max(axis=1)
-        return longest
+    def laid(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> View:
+        """Returns the steps whose work is in ``rows``, with other passes by these costs [s, c, k, 3] or [row, s, c, k,
+        3], longer by the disturbances of the step."""
+        slow = steps.lasting[..., None, None, None]
+        usual = replace(steps, passes=taken(costs, sequences.work[rows]) * slow)
+        longer = steps.pipelines_ms.max(axis=1) / usual.pipelines_ms.max(axis=1)
+        passes = taken(costs, work[rows]) * slow * longer[:, None, None, None, None, None]
+        return replace(steps, replay=replay, passes=passes, exposed={}, held={EXCHANGE: np.zeros_like(passes)})
 
-    def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        """Returns the milliseconds of passes with these costs, longer by the disturbances of the step."""
-        usual = replayed(view.replay, taken(cost, sequences.work[rows]) * slow[rows], rows)
-        longer = (as_was[rows] / usual)[:, None, None, None, None, None]
-        other: Floats = taken(cost, work[rows]) * slow[rows] * longer
-        return other
-
-    def gain(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        shorter: Floats = as_was[rows] - replayed(replay, passes(cost, rows), rows)
-        return shorter
-
-    every = np.arange(n)
-    gains = gain(costs[0], every)
-    drawn = zip(costs[1:], run.rows, strict=True)
-    of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
-    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(float(gains.mean()))
-    prediction, _ = gained(kind, run.step_ms, gains, of_steps, of_cost, of_cost, run.missed)
-    return prediction, passes(costs[0], every)
+    estimated, drawn = sequences.costs[0], sequences.costs[1:]
+    view, draws = laid(run.view, estimated, every), laid(run.draws, estimated, run.rows)
+    gains = run.view.step_ms - view.step_ms
+    of_cost = draws.step_ms - laid(run.draws, drawn, run.rows).step_ms
+    n, mean = len(gains), float(gains.mean())
+    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(mean)
+    prediction, _ = gained(kind, run, gains, of_steps, of_cost, of_cost)
+    length = run.length - gains
+    missed = abs(float(view.step_ms.mean()) / float(length.mean()) - 1.0)
+    return prediction, replace(run, view=view, draws=draws, length=length, missed=missed)
 
 
 def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], most: int) -> list[Microbatch] | None:

@@ -22,7 +22,7 @@ from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
-from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, baseline, priced
+from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
@@ -105,7 +105,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table = run.table
     errors = (run.view.step_ms - table.length) / table.length
-    steps, held = baseline(run), _held(table)
+    steps, held = Baseline.of(run), _held(table)
     peaks = [memory.peak for memory in table.memory if memory is not None]
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
@@ -128,6 +128,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     warnings += [Note("replay_off", factor=run.missed)] if run.missed > LEAST else []
     if slow := slow_ranks(diagnosis.causes):
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
+    steps = steps.longest()
     others = [balanced(steps), *microbatch_counts(steps), *overlapped(steps, table.first.framework)]
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
@@ -136,7 +137,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     slow_terms = [term for term in run.terms if term.kind == "slow_rank"]
-    compared = layouts(replace(changeable, baseline=baseline(run.mended(*slow_terms))) if slow_terms else changeable)
+    alike_ranks = Baseline.of(run.mended(*slow_terms)).longest()
+    compared = layouts(replace(changeable, baseline=alike_ranks) if slow_terms else changeable)
     if slow_terms:
         # A slow rank is not answered by a layout: only those are predicted that gain if every rank is as quick as its
         # peers, and with slow ranks as slow as they are.
@@ -291,7 +293,7 @@ def balanced(run: Baseline) -> Prediction:
     """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
 
     content, drawn = (
-        np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape) for each in (run.content, run.drawn)
+        np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape) for each in (run.content, run.draws.now)
     )
     return priced(run, "balanced", content, drawn, drawn)[0]
 
@@ -299,14 +301,14 @@ def balanced(run: Baseline) -> Prediction:
 def microbatch_counts(run: Baseline) -> Iterator[Prediction]:
     """Yields twice and half as many microbatches, with the same tokens in all. The contents of chunks need not be
     known."""
-    schedule, free = run.replay.schedule, np.concatenate([run.drawn] * WAYS)
+    schedule, free = run.replay.schedule, np.concatenate([run.draws.now] * WAYS)
     captured = schedule.microbatches
     for count in (2 * captured, captured // 2) if captured % 2 == 0 else (2 * captured,):
         try:
             change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        prediction, _ = priced(run, "microbatches", run.content, run.drawn, free, change)
+        prediction, _ = priced(run, "microbatches", run.content, run.draws.now, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
         yield replace(prediction, microbatches=count, tokens=change.tokens, activations=activations)
 
@@ -317,5 +319,5 @@ def overlapped(run: Baseline, framework: str | None) -> Iterator[Prediction]:
     schedule = run.replay.schedule
     if schedule.name == "interleaved" and schedule.overlap == "steady":
         change = Change(compiled(schedule._replace(overlap="all"), run.replay.rendezvous))
-        prediction, _ = priced(run, "overlap", run.content, run.drawn, run.drawn, change)
+        prediction, _ = priced(run, "overlap", run.content, run.draws.now, run.draws.now, change)
         yield replace(prediction, flags=() if framework == "ms-swift" else (OVERLAP,))  # which has no such option
