@@ -17,7 +17,7 @@ from megaprof.formats.job import RunRecord
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.analysis.diagnosis.test_averages import timeless
+from tests.analysis.diagnosis.test_stages_of_timelines import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
 DOCS = (Path(__file__).parents[2] / "docs" / "timeline.md").read_text()
