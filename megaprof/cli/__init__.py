@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import NoReturn, TextIO
 
 import msgspec
@@ -49,6 +50,7 @@ COMMANDS = {
 #: The exit codes beside 0, with the meanings in docs/scripts.md, which never change.
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 _INPUT_LIMIT = "--max-input-mib"
+_HELP_WIDTH = 78
 #: Packages that are installed with an extra, and the name of that extra.
 _EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
@@ -177,22 +179,11 @@ def _of_output(name: object, path: Path) -> bool:
     return output.name in faulty.relative_to(output.parent).parts[0]
 
 
-class _Formatter(argparse.HelpFormatter):
-    """A formatter that fills paragraphs, except for those with indented lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = re.split(r"\n\s*\n", text.strip())
-        return "\n\n".join(
-            paragraph if "\n  " in paragraph else super(_Formatter, self)._fill_text(paragraph, width, indent)
-            for paragraph in paragraphs
-        )
-
-
 class Parser(argparse.ArgumentParser):
     """The parser of one command's arguments. Its help keeps the lines of examples as they are written."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog, description=description, formatter_class=_Formatter)
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parses all arguments. If one is unknown, prints this command's usage and the option that was probably meant,
@@ -222,15 +213,16 @@ def parser_of(command: str) -> Parser:
     module = import_module(f"megaprof.{module_name}")
     parser = Parser(f"megaprof {command}", text)
     module.add_arguments(parser)
+    parser.description = fill(parser.description or "", _HELP_WIDTH)
     examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
-    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+    parser.epilog = f"{fill(parser.epilog, _HELP_WIDTH)}\n\n{examples}" if parser.epilog else examples
     return parser
 
 
 def _overview() -> Parser:
     """Returns the parser of ``megaprof --help``, which shows every command. Imports none of their modules."""
     parser = Parser("megaprof", "Profiling for Megatron-Core training.")
-    parser.epilog = "megaprof COMMAND --help has the details, with examples. Try megaprof demo first; it needs no GPU."
+    parser.epilog = "megaprof COMMAND --help has the details, with examples.\nTry megaprof demo first; it needs no GPU."
     parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, (_, text) in COMMANDS.items():
