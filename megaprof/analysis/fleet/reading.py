@@ -214,7 +214,7 @@ def read_fleet(
             else:
                 reading.series[key] = series
         reading.read += part.read
-        reading.warnings += (note for note in part.warnings if note not in reading.warnings)
+        reading.warnings += part.warnings
         done += sum(map(len, item))
         if progress is not None:
             progress(done, len(timelines.paths))
@@ -278,8 +278,7 @@ def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: 
             else:
                 yield path, metadata, steps
                 continue
-            unusable = Note("skipped", files=(path.name,), said=said)
-            reading.warnings += [unusable] * (unusable not in reading.warnings)
+            reading.warnings.append(Note("skipped", files=(path.name,), said=said))
 
 
 def numbers_of(calls: npt.NDArray[Any]) -> Integers:
