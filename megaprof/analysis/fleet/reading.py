@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.levels import Floats, Integers, Percentiles, low_median
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.reading import Progress, Runs, Timelines, Workers, in_processes, runs_in
 from megaprof.analysis.trace.steps import grouped
@@ -44,6 +43,29 @@ CALLS = 16
 #: At most this many ranks have their files opened again, to see where they stood still.
 _MOST_PLACES = 4
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
+
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Percentiles of many times, in milliseconds."""
+
+    p50: float
+    """Median."""
+    p95: float
+    """95 % of the times are below."""
+    p99: float
+    """99 % of the times are below."""
+    max: float
+    """Longest time."""
+
+    @classmethod
+    def of(cls, values: Floats) -> Percentiles:
+        # Each is one of the times: nothing between two times was measured.
+        return cls(*np.percentile(values, (50, 95, 99, 100), method="inverted_cdf").tolist())
 
 
 class Key(NamedTuple):
@@ -360,6 +382,15 @@ def bucketed(steps: Integers, values: Floats, width: int) -> Rows:
             part = values[:, begin:end].T
             medians[:, bucket] = (low_median(part) - low_median(-part)) / 2
     return first, medians
+
+
+def low_median(values: Floats) -> Floats:
+    """Returns the median along the first axis, ignoring NaN; NaN if there is no value. Of two middle values it returns
+    the lower one, so that one slow value of two does not move it."""
+    ordered = np.sort(values, axis=0)
+    counts = np.isfinite(values).sum(axis=0)
+    medians: Floats = np.take_along_axis(ordered, np.maximum((counts - 1) // 2, 0)[None], axis=0)[0]
+    return np.where(counts > 0, medians, np.nan)
 
 
 def stacked(blocks: Iterable[Rows], begin: int, count: int) -> Floats:

@@ -24,8 +24,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose, slow_ranks
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages, averages, of_series, of_steps, order
-from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.levels import EXCESS
+from megaprof.analysis.fleet.fleet import EXCESS, Fleet, survey
 from megaprof.analysis.fleet.reading import Series, read_fleet
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn

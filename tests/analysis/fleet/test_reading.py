@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.fleet.fleet import survey
-from megaprof.analysis.fleet.levels import Percentiles
-from megaprof.analysis.fleet.reading import BIN, bucketed, read_fleet, stacked
+from megaprof.analysis.fleet.reading import BIN, Percentiles, bucketed, read_fleet, stacked
 from megaprof.analysis.notes import of_files
 from megaprof.analysis.trace.reading import Timelines, recordings_in
 from megaprof.formats import timeline as format

@@ -11,8 +11,7 @@ from typing import Literal
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
-from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.levels import EXCESS, LASTING_STEPS, Shift
+from megaprof.analysis.fleet.fleet import EXCESS, LASTING_STEPS, Fleet, Shift
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.report.text.words import (
     ago,
