@@ -89,7 +89,7 @@ class ThisRank:
         others = set(range(first, first + local)) - {coords.rank}
         here = cls(
             coords=coords,
-            folder=shard(coords),
+            folder=shard(coords.rank, coords.sizes.world),
             layout=layout,
             ranks=ranks,
             neighbours=len(others if ranks is None or config.listens else others.intersection(ranks)),

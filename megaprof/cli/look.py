@@ -23,7 +23,7 @@ from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
-from megaprof.formats.names import parse_artifact_name, shard_of
+from megaprof.formats.names import parse_artifact_name, shard
 from megaprof.metrics import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
 from megaprof.parallel.peers import Flags, began, moving_median
 
@@ -204,7 +204,7 @@ def _by_step(job: RunningJob, rank: int, target: str, figure: Literal["passes_us
     """Returns a figure of each step that this run made on a rank, without those that failed or that a profiler
     disturbed: the microseconds of its passes, or the part of them in which the GPU waited for its host."""
     values: dict[int, float] = {}
-    for path in sorted((job.directory / shard_of(rank, job.run.world)).glob(f"*{format.SUFFIX}")):
+    for path in sorted((job.directory / shard(rank, job.run.world)).glob(f"*{format.SUFFIX}")):
         name = parse_artifact_name(path.name)
         if name is None or name.place.rank != rank:
             continue

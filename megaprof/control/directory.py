@@ -35,7 +35,7 @@ from megaprof.formats.job import (
     dead,
     decode,
 )
-from megaprof.formats.names import SAFE, appearing, sanitise, shard_of
+from megaprof.formats.names import SAFE, appearing, sanitise, shard
 from megaprof.formats.phrases import Unanswerable, ago
 
 #: Bytes of the longest record; a longer file is not read.
@@ -148,8 +148,7 @@ class ControlDirectory:
 
 def names_of(what: str, rank: int, world: int) -> tuple[str, ...]:
     """Returns the names from the control directory down to a rank's file of the kind `what`."""
-    shard = shard_of(rank, world)
-    return (what, *([shard] if shard else []), f"rank{rank:05d}.json")
+    return tuple(filter(None, (what, shard(rank, world), f"rank{rank:05d}.json")))
 
 
 def write(directory: int, name: str, record: msgspec.Struct) -> None:

@@ -267,6 +267,7 @@ class Listener:
             state, reason = "recording" if demand.taken else "accepted", None
             if ended:
                 reason = "the job ended before it was finished"
+        folder = shard(self._coords.rank, self._coords.sizes.world)
         return Answer(
             demand.request,
             state if reason is None else "failed",
@@ -274,7 +275,7 @@ class Listener:
             seconds=self._seconds(demand.counted),
             reason=None if reason is None else printable(reason[:LONGEST_REASON]),
             steps=tuple(demand.taken),
-            files=tuple(os.path.join(shard(self._coords), name) for names in demand.written for name in names),
+            files=tuple(os.path.join(folder, name) for names in demand.written for name in names),
         )
 
     def _write_status(self, control: int, *, ended: bool = False) -> None:

@@ -78,14 +78,9 @@ def artifact_name(target: str, role: str | None, step: int, coords: Place, suffi
     return f"{sanitise(target)}{role_part}.step{step:06d}.{coordinates}{repeat_part}{suffix}"
 
 
-def shard(coords: RankCoords) -> str:
+def shard(rank: int, world: int) -> str:
     """Returns the directory of a rank's files below the save path: empty up to 1,024 ranks, then such as
     ``ranks001024-002047``."""
-    return shard_of(coords.rank, coords.sizes.world)
-
-
-def shard_of(rank: int, world: int) -> str:
-    """Returns the same as `shard`, for the rank with this number."""
     if world <= SHARD_RANKS:
         return ""
     first_rank = rank // SHARD_RANKS * SHARD_RANKS
@@ -108,7 +103,11 @@ def artifact_path(
     repeat: int = 1,
 ) -> Path:
     """Returns where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
-    return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix, repeat=repeat))
+    return Path(
+        directory,
+        shard(coords.rank, coords.sizes.world),
+        artifact_name(target, role, step, coords, suffix, repeat=repeat),
+    )
 
 
 def sanitise(part: str) -> str:

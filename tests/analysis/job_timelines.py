@@ -147,7 +147,7 @@ def write_timelines(
         body = job.records(rank, numbers[:shown], starts[:shown] + skew[rank // RANKS_PER_HOST], factor, job_noise)
         metadata = _metadata(layout, rank, first_step, microbatches, chunk_layers, target=target, role=role)
         head = format.metadata_record(metadata | {"forward_only": False, "timeline": clock})
-        folder = directory / shard(coords)
+        folder = directory / shard(coords.rank, coords.sizes.world)
         if folder not in made:
             folder.mkdir(parents=True, exist_ok=True)
             made.add(folder)

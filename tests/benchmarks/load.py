@@ -158,7 +158,7 @@ def coordinates_seconds(ranks: int) -> float:
     coords = layout.coords(ranks - 1)
     PER_STAGE.check(layout.sizes, layout)
     PER_STAGE.selects(coords)
-    shard(coords)
+    shard(coords.rank, coords.sizes.world)
     return time.perf_counter() - begin
 
 
@@ -181,7 +181,7 @@ def _timeline_limit() -> int:
 
 def _shards(ranks: int) -> int:
     coords = RankCoords(0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(dp=ranks))
-    return math.ceil(ranks / SHARD_RANKS) if shard(coords) else 1
+    return math.ceil(ranks / SHARD_RANKS) if shard(coords.rank, coords.sizes.world) else 1
 
 
 def rows() -> list[tuple[str, Callable[[int], float], str]]:

@@ -11,7 +11,7 @@ from megaprof.cli.look import View, cores_sentence
 from megaprof.control.blame import Blame
 from megaprof.control.directory import RunningJob
 from megaprof.formats import timeline as format
-from megaprof.formats.names import shard_of
+from megaprof.formats.names import shard
 from megaprof.metrics import HostBound
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
@@ -59,7 +59,7 @@ def test_since_when_a_rank_is_slow(slow: list[Slow], step: int | None, tmp_path:
 
 def test_a_job_with_a_directory_for_each_1024_ranks(tmp_path: Path) -> None:
     sizes = ParallelSizes(pp=2, dp=1024)
-    write_timelines(tmp_path / shard_of(3, sizes.world), LAYOUT, steps=40, slow=[Slow(rank=3, from_step=5, factor=2.0)])
+    write_timelines(tmp_path / shard(3, sizes.world), LAYOUT, steps=40, slow=[Slow(rank=3, from_step=5, factor=2.0)])
     slow = look(tmp_path, sizes=sizes).slow
     assert slow is not None
     assert slow.since == 5

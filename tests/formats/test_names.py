@@ -111,15 +111,15 @@ def test_every_rank_of_a_world_has_its_own_name() -> None:
 
 def test_a_world_that_fits_one_directory_has_no_other() -> None:
     layout = WorldLayout(ParallelSizes(tp=8, pp=4, dp=32))
-    assert {shard(coords) for coords in layout} == {""}
+    assert {shard(coords.rank, coords.sizes.world) for coords in layout} == {""}
     path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
     assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
 
 
 def test_a_larger_world_has_directories_of_1024_ranks() -> None:
     layout = WorldLayout(ParallelSizes(tp=8, pp=16, cp=2, ep=8, dp=8))
-    assert shard(layout.coords(0)) == shard(layout.coords(1023)) == "ranks000000-001023"
-    assert shard(layout.coords(1024)) == shard(layout.coords(2047)) == "ranks001024-002047"
+    assert shard(0, layout.sizes.world) == shard(1023, layout.sizes.world) == "ranks000000-001023"
+    assert shard(1024, layout.sizes.world) == shard(2047, layout.sizes.world) == "ranks001024-002047"
     name = artifact_name("timeline", None, 7, layout.coords(1024), ".x")
     assert artifact_path("/save", "timeline", None, 7, layout.coords(1024), ".x") == Path(
         "/save/ranks001024-002047", name
@@ -130,13 +130,13 @@ def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
     """Every kind of file that one window can have, with those that are still unfinished, of every 16th rank."""
     layout = WorldLayout(ParallelSizes(tp=8, pp=16, cp=2, ep=8, dp=512))
     kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt.gz", ".nsys.json", ".memory.pickle"]
-    folders = collections.Counter(shard(layout.coords(rank)) for rank in range(0, 131_072, 16))
+    folders = collections.Counter(shard(rank, layout.sizes.world) for rank in range(0, 131_072, 16))
     assert len(folders) == 128
     assert 16 * max(folders.values()) * 2 * len(kinds) < 100_000
     for coords in map(layout.coords, (0, 1023, 1024, 131_071)):
         for kind in kinds:
             path = artifact_path("/save", "train_actor", None, 5, coords, kind)
-            assert path.parent == temporary_path(path).parent == Path("/save", shard(coords))
+            assert path.parent == temporary_path(path).parent == Path("/save", shard(coords.rank, coords.sizes.world))
 
 
 def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None:

@@ -43,7 +43,7 @@ def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes(pp=2, dp=2048))
     for rank in (0, 1500, 4000):
         coords = layout.coords(rank)
-        folder = tmp_path / shard(coords)
+        folder = tmp_path / shard(coords.rank, coords.sizes.world)
         folder.mkdir()
         (folder / artifact_name("train_actor", None, 3, coords, ".pt.trace.json.gz")).touch()
     (place,) = look_below(tmp_path)[0].values()

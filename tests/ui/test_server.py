@@ -358,7 +358,7 @@ def test_a_run_of_16384_ranks_is_one_row(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes(pp=16, dp=1024))
     for rank in range(16384):
         coords = layout.coords(rank)
-        folder = tmp_path / "large" / shard(coords)
+        folder = tmp_path / "large" / shard(coords.rank, coords.sizes.world)
         if not rank % 1024:
             folder.mkdir(parents=True)
         (folder / artifact_name("train_actor", None, 3, coords, ".timeline.bin")).touch()
