@@ -94,11 +94,12 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
             plans = (agenda.plan_of(target, role) for role in {agenda.role, *ran})
             if any(plan not in (None, StepList(())) for plan in plans):
                 yield f"{target} never ran"
-        elif target == TRAIN_OVERALL:  # one window holds the work of all roles
-            wishes = _together([wish for wish in wishes.values() if wish.plan is not None])
-        for role, wish in sorted(wishes.items(), key=lambda item: item[0] or ""):
+        together = [wish for wish in wishes.values() if wish.plan is not None]
+        # One window of a whole step holds the work of all roles.
+        by_role = {None: together} if target == TRAIN_OVERALL else {role: [wish] for role, wish in wishes.items()}
+        for role, of_role in sorted(by_role.items(), key=lambda item: item[0] or ""):
             whose = target if role is None else f"{target} of {role}"
-            yield from (f"{whose}: {missing}" for missing in _missing(wish))
+            yield from (f"{whose}: {missing}" for missing in _missing(of_role))
     # These roles have options of their own but did not run here. Another process of the job may run them.
     unknown = [name for name in config.roles if name not in ran]
     if unknown and agenda.role is None:
@@ -106,39 +107,26 @@ def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
         yield f"{', '.join(unknown)} never ran in this process ({there})"
 
 
-def _together(wishes: list[Wish]) -> dict[str | None, Wish]:
-    """Returns the wishes of several roles for one target as a single wish, under the role None; nothing if there are no
-    wishes."""
+def _missing(wishes: list[Wish]) -> Iterator[str]:
+    """Yields a sentence for each reason why steps were not captured that ``wishes`` wanted, which are for the same
+    windows. Some step of each must have run."""
     if not wishes:
-        return {}
-    together = Wish(
-        plan=wishes[0].plan,
-        first=min(wish.first for wish in wishes),
-        last=max(wish.last for wish in wishes),
-        ran=max(wish.ran for wish in wishes),
-        graphs=max(wish.graphs for wish in wishes),
-        wanted={number: reason for wish in wishes for number, reason in wish.wanted.items()},
-    )
-    return {None: together}
-
-
-def _missing(wish: Wish) -> Iterator[str]:
-    """Yields a sentence for each reason why wanted steps were not captured. Some step of the wish must have run."""
-    ran = f"step {wish.first} ran" if wish.first == wish.last else f"steps {wish.first}-{wish.last} ran"
-    done, lost = wish.wanted.keys(), [number for number, reason in wish.wanted.items() if reason is not None]
-    if isinstance(wish.plan, StepList):
-        left = wish.plan.left(done, _LISTED + 1)
-        if left:
+        return
+    plan, first, last = wishes[0].plan, min(wish.first for wish in wishes), max(wish.last for wish in wishes)
+    ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
+    wanted = {number: reason for wish in wishes for number, reason in wish.wanted.items()}
+    if isinstance(plan, StepList):
+        if left := plan.left(wanted, _LISTED + 1):
             yield f"{_listed(left)} never came: {ran}"
-    elif isinstance(wish.plan, Schedule) and wish.plan.repeat:
-        windows = wish.plan.active * wish.plan.repeat
-        if len(done) < windows:
-            needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat + wish.graphs
-            came = f"{len(done)} of {counted(windows, 'step')} of the schedule came"
-            yield f"{came}: it needs {counted(needed, 'call')}, and {wish.ran} ran"
-    if lost:
+    elif isinstance(plan, Schedule) and plan.repeat:
+        windows = plan.active * plan.repeat
+        if len(wanted) < windows:
+            needed = plan.skip_first + plan.cycle * plan.repeat + max(wish.graphs for wish in wishes)
+            came = f"{len(wanted)} of {counted(windows, 'step')} of the schedule came"
+            yield f"{came}: it needs {counted(needed, 'call')}, and {max(wish.ran for wish in wishes)} ran"
+    if lost := [number for number, reason in wanted.items() if reason is not None]:
         were = "was" if len(lost) == 1 else "were"
-        yield f"{_listed(lost)} {were} not captured: {wish.wanted[lost[-1]]}"
+        yield f"{_listed(lost)} {were} not captured: {wanted[lost[-1]]}"
 
 
 def _listed(steps: Collection[int]) -> str:
