@@ -112,10 +112,16 @@ def publish(raw: Path, final: Path) -> Path:
 
     Returns the name, which is ``final`` or its first repeat that is free. The file is never half-written. Raises
     OSError, with ``raw`` untouched and nothing left behind. Raises Incomplete if ``raw`` is a Kineto trace without its
-    end.
+    end (torch 2.6 to 2.13): Kineto reports a full disk only on stderr. Unless it writes to a temporary name of its own,
+    it leaves half a trace under the requested name.
     """
     if final.name.endswith((".trace.json", ".trace.json.gz")):
-        check_trace(raw)
+        with open(raw, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 4096))
+            tail = file.read().rstrip()
+        if not tail.endswith(b"}") or b'"traceName"' not in tail:
+            raise Incomplete(f"{raw} has {size} bytes and no end")
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.suffix == ".gz" or raw.parent != final.parent:
         return carry(raw, final)
@@ -171,20 +177,6 @@ def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
         raise
     raw.unlink(missing_ok=True)  # missing if the writer gave up meanwhile, and kept it under another name
     return name
-
-
-def check_trace(raw: Path) -> None:
-    """Raises Incomplete unless ``raw`` ends as Kineto ends a trace (torch 2.6 to 2.13).
-
-    Kineto reports a full disk only on stderr. Unless it writes to a temporary name of its own, it leaves half a trace
-    under the requested name.
-    """
-    with open(raw, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 4096))
-        tail = file.read().rstrip()
-    if not tail.endswith(b"}") or b'"traceName"' not in tail:
-        raise Incomplete(f"{raw} has {size} bytes and no end")
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.artifacts import places as publishing
-from megaprof.artifacts.places import Incomplete, check_trace, publish, remove_leftovers
+from megaprof.artifacts.places import Incomplete, publish, remove_leftovers
 from megaprof.formats.names import appearing, host, raw_path
 
 TRACE = b'{"traceEvents": [],"traceName": "/tmp/x.json" }\n'
@@ -130,12 +130,13 @@ def test_what_kineto_writes_is_complete(tmp_path: Path) -> None:
 
     with profile(activities=[ProfilerActivity.CPU]) as recording:
         torch.ones(2).sum()
-    path = tmp_path / "t.json"
-    recording.export_chrome_trace(str(path))
-    check_trace(path)
-    path.write_bytes(path.read_bytes()[:-40])
+    raw, final = tmp_path / "raw.json", tmp_path / "t.pt.trace.json"
+    recording.export_chrome_trace(str(raw))
+    whole = raw.read_bytes()
+    assert publish(raw, final).read_bytes() == whole
+    raw.write_bytes(whole[:-40])
     with pytest.raises(Incomplete, match="no end"):
-        check_trace(path)
+        publish(raw, final)
 
 
 def test_nothing_appears_after_an_exception(tmp_path: Path) -> None:
