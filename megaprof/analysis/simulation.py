@@ -334,7 +334,7 @@ class Simulation:
     _around: Mapping[str, npt.ArrayLike] = field(repr=False, compare=False)
 
     @cached_property
-    def events(self) -> tuple[Pass[float], ...]:
+    def events(self) -> tuple[Pass, ...]:
         """All passes, by stage and in the order in which a stage runs them, with times since the start of the step.
 
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),

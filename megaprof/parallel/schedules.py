@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from megaprof.parallel.topology import checked_number
 
@@ -34,15 +34,12 @@ OVERLAPS = ("none", "steady", "all")
 (``overlap_p2p_comm_warmup_flush``)."""
 
 
-Time = TypeVar("Time", int, float)
-
-
 @dataclass(frozen=True, slots=True)
-class Pass(Generic[Time]):
+class Pass:
     """The work of one stage on one microbatch, or its work between passes, from ``start`` to ``end``.
 
-    Times are in nanoseconds. Measured times are integers on the wall clock of the rank's host. Replayed times are
-    floats that count from the beginning of the step.
+    Times are in nanoseconds. Measured times are integers on the wall clock of the rank's host. Replayed times count
+    from the beginning of the step.
     """
 
     kind: str
@@ -54,9 +51,9 @@ class Pass(Generic[Time]):
     microbatch: int | None
     """Microbatch of the step, and that of the forward for a combined pass; None if it is unknown, or if there is
     none."""
-    start: Time
+    start: float
     """When it began: on the GPU, if that was captured."""
-    end: Time
+    end: float
     """When it ended: on the GPU, if that was captured."""
     rank: int | None = None
     """Global rank; None if the pass was replayed."""

@@ -110,7 +110,7 @@ class StoodStill(NamedTuple):
     """True if an exception ended the step."""
 
 
-CallOf = Callable[[int, int, int], list[Pass[int]]]
+CallOf = Callable[[int, int, int], list[Pass]]
 """Reads one call of a rank, a step, and an index among the calls of this step (`call_of`)."""
 Rows = tuple[int, Floats]
 """Medians over buckets of steps, [row, bucket], NaN for buckets without steps, behind the number of the first bucket
@@ -406,10 +406,10 @@ def stacked(blocks: Iterable[Rows], begin: int, count: int) -> Floats:
 
 def call_of(
     timelines: Timelines, files: Mapping[int, Sequence[Path]], key: Key, rank: int, step: int, index: int
-) -> list[Pass[int]]:
+) -> list[Pass]:
     """Returns one call of a rank, as a pass named after its target, followed by everything in it in order; an empty
     list if its files do not have it. If the step ran more than once, the last run counts. ``files``: by rank."""
-    latest: list[Pass[int]] = []
+    latest: list[Pass] = []
     for timeline, rows in timelines.steps_of(files[rank], key):
         steps = timeline.steps[rows]
         for row in rows[(steps["step"] == step) & (steps["index"] == index)].tolist():
@@ -456,7 +456,7 @@ def _median(values: npt.NDArray[Any]) -> float:
 
 
 def standstills(
-    stood: Iterable[StoodStill], last_step: int, call_of: Callable[[int, int, int], Sequence[Pass[int]]]
+    stood: Iterable[StoodStill], last_step: int, call_of: Callable[[int, int, int], Sequence[Pass]]
 ) -> tuple[Standstill, ...]:
     """Returns the standstills of the job, in order of steps, from those of its ranks. ``call_of(rank, step, index)``
     returns what a rank did in a call."""

@@ -50,7 +50,7 @@ class Row:
     """Its stage, or its role."""
     rank: int | None
     extent: tuple[float, float]
-    passes: Sequence[Pass[int]] | Sequence[Pass[float]]
+    passes: Sequence[Pass]
     """Everything in the call, in order."""
     offset_ns: int
     """Nanoseconds to add to the times of this row, so that all rows are on one clock."""
@@ -153,7 +153,7 @@ def _of_clocks(measured: TargetStages) -> list[str]:
 
 def of_simulation(replayed: Simulation) -> StepTimeline:
     """Returns a simulated step. Its rows belong to no rank."""
-    stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
+    stages: list[list[Pass]] = [[] for _ in range(replayed.schedule.stages)]
     for box in replayed.events:
         stages[box.stage].append(box)
     whole = (0.0, 1e6 * replayed.step_ms)

@@ -159,7 +159,7 @@ class TracedStep:
         return self.target in ("train_log_probs", "evaluate")  # a call of another target inside the window
 
     @property
-    def laid_out(self) -> list[Pass[int]]:
+    def laid_out(self) -> list[Pass]:
         """Everything that took time in it, in order: passes, gradient finalisation, and exchanges."""
         stage, rank, passes = self.stage, self.rank, self.passes
         boxes = []
