@@ -92,10 +92,6 @@ _CUT_OFF = 16
 _TRUNCATED = "it is truncated: its JSON ends too early"
 
 
-class _Damaged(Exception):
-    """The text is not JSON from some place on; the message says why."""
-
-
 class Document(Generic[Anything]):
     """A trace that is being read. Iterating yields its events in lists; the attributes are complete after that."""
 
@@ -127,9 +123,9 @@ class Document(Generic[Anything]):
             else:
                 raise Undecodable("it is not JSON: it begins with neither { nor [")
             if text.peek() is not None:
-                raise _Damaged("it is not JSON: something follows its end")
+                raise BrokenOff("it is not JSON: something follows its end")
             self.cut = text.cut
-        except _Damaged as fault:
+        except BrokenOff as fault:
             self.cut = text.cut or str(fault)
         except MemoryError:
             raise Undecodable("it does not fit into memory") from None
@@ -140,7 +136,7 @@ class Document(Generic[Anything]):
             text.passes(b",")
             name = text.value()
             if not text.passes(b":"):
-                raise _Damaged(_TRUNCATED if text.peek() is None else "it is not JSON: it has a name without a value")
+                raise BrokenOff(_TRUNCATED if text.peek() is None else "it is not JSON: it has a name without a value")
             if name == b'"rocprofiler-sdk-tool"':
                 raise Undecodable("it is a file of rocprofv3, which megaprof does not read")
             if name == b'"traceEvents"':
@@ -180,15 +176,15 @@ class Document(Generic[Anything]):
             return None
 
     def _one_by_one(self) -> Iterator[list[Anything]]:
-        """Yields some events, cut exactly, and learns what their borders look like. Raises _Damaged after yielding the
+        """Yields some events, cut exactly, and learns what their borders look like. Raises BrokenOff after yielding the
         events before the damage."""
         text, border = self._text, self._border
         events: list[bytes] = []
-        damage: _Damaged | None = None
+        damage: BrokenOff | None = None
         while damage is None and sum(map(len, events)) < PIECE:
             try:
                 events.append(text.value())
-            except _Damaged as fault:
+            except BrokenOff as fault:
                 damage = fault
                 # The next border is where an event would end.
                 end = -1 if self._border is None else text.data.find(self._border, text.at + 1)
@@ -236,7 +232,7 @@ class _Text:
         nothing."""
         pieces: list[bytes | memoryview] = [memoryview(self.data)[self.at :]]
         if (length := len(pieces[0])) > _LONGEST:
-            raise _Damaged(f"it is no trace: a value in it has more than {_LONGEST >> 20} MiB")
+            raise BrokenOff(f"it is no trace: a value in it has more than {_LONGEST >> 20} MiB")
         while length < min(size, _LONGEST + 1) and not self._ended:
             try:
                 chunk = next(self._chunks, None)
@@ -260,7 +256,7 @@ class _Text:
                 return self.data[self.at : self.at + 1]
             skipped += len(self.data)
             if skipped > _LONGEST:
-                raise _Damaged("it is not JSON: it is blank for long")
+                raise BrokenOff("it is not JSON: it is blank for long")
             if not self.more(1):
                 return None
 
@@ -274,13 +270,13 @@ class _Text:
     def value(self) -> bytes:
         """Moves past the value that begins here, and returns its text."""
         if self.peek() is None:
-            raise _Damaged(_TRUNCATED)
+            raise BrokenOff(_TRUNCATED)
         end = self._end()
         # Twice as much text each time, so that a long value is not scanned too often.
         while (end is None or _MAY_GO_ON.match(self.data, end)) and self.more(2 * (len(self.data) - self.at)):
             end = self._end()
         if end is None:
-            raise _Damaged(_TRUNCATED)
+            raise BrokenOff(_TRUNCATED)
         value, self.at = self.data[self.at : end], end
         return value
 
@@ -291,7 +287,7 @@ class _Text:
             return _value_in(self._characters, self.at)[1]
         except json.JSONDecodeError as fault:
             if fault.pos + _CUT_OFF < len(self.data) and "Unterminated" not in fault.msg:
-                raise _Damaged(f"it is not JSON: {fault.msg}") from None
+                raise BrokenOff(f"it is not JSON: {fault.msg}") from None
             return None
         except RecursionError:
-            raise _Damaged("it is not JSON: it is nested too deeply") from None
+            raise BrokenOff("it is not JSON: it is nested too deeply") from None
