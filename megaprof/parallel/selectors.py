@@ -7,8 +7,8 @@
     pp=*,tp=0,dp=0        every rank with these coordinates; unnamed axes are free
     pp=0|2-4,ep=*         several positions of one axis
 
-Selections are kept as spans of numbers, not as lists of ranks, so neither the size of the world nor the size of the
-numbers matters.
+Selections are kept as spans of numbers, not as lists of ranks, so a rank decides at once, whatever the size of the
+world.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ positions in the decoder grid and name a rank uniquely; `ep` is the position in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
@@ -140,12 +140,6 @@ class WorldLayout:
                 raise ValueError(f"{axis}={value} is outside its size {size}")
             rank += value * self.strides[axis]
         return rank
-
-    def __len__(self) -> int:
-        return self.sizes.world
-
-    def __iter__(self) -> Iterator[RankCoords]:
-        return map(self.coords, range(self.sizes.world))
 
 
 def _parse_order(order: str, largest: Mapping[str, int]) -> list[str]:

@@ -30,6 +30,7 @@ from megaprof.formats.names import (
     temporary_path,
 )
 from megaprof.parallel.topology import ParallelSizes, Place, RankCoords, WorldLayout
+from tests.parallel.test_topology import everybody
 
 COORDS = RankCoords(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3, sizes=ParallelSizes(tp=2, pp=4, ep=2, dp=8))
 CONTRACT = re.compile(
@@ -105,13 +106,13 @@ def test_other_names_are_none_of_ours(name: str) -> None:
 
 def test_every_rank_of_a_world_has_its_own_name() -> None:
     layout = WorldLayout(ParallelSizes(tp=2, pp=4, ep=2, dp=4))
-    found = {artifact_name("evaluate", None, 0, coords, ".x") for coords in layout}
-    assert len(found) == len(layout)
+    found = {artifact_name("evaluate", None, 0, coords, ".x") for coords in everybody(layout)}
+    assert len(found) == layout.sizes.world
 
 
 def test_a_world_that_fits_one_directory_has_no_other() -> None:
     layout = WorldLayout(ParallelSizes(tp=8, pp=4, dp=32))
-    assert {shard(coords.rank, coords.sizes.world) for coords in layout} == {""}
+    assert {shard(coords.rank, coords.sizes.world) for coords in everybody(layout)} == {""}
     path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
     assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
 

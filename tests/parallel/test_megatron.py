@@ -23,6 +23,7 @@ from megaprof.parallel.megatron import (
     place_from_parallel_state,
 )
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+from tests.parallel.test_topology import everybody
 
 ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -87,7 +88,7 @@ def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int],
             assert coords_from_parallel_state() == layout.coords(rank)
             _, found = place_from_parallel_state()
             assert found is not None
-        assert list(found) == list(layout)
+        assert everybody(found) == everybody(layout)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_models_own_process_groups_say_the_same(order: str) -> None:
             own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
             by_groups, by_state = place_from_groups(own), place_from_parallel_state()
             assert by_groups[0] == by_state[0]
-            assert list(by_groups[1] or ()) == list(by_state[1] or ())
+            assert everybody(by_groups[1]) == everybody(by_state[1])
 
 
 @pytest.mark.parametrize(("sizes", "laid_out"), [({"tp": 2, "pp": 2}, True), ({"tp": 2, "cp": 2}, False)])
@@ -198,11 +199,11 @@ def test_modules_that_follow_each_other_are_one_grid(
             given = modules(dims, images=images, language=language)
             coords, layout = place_from_groups(given)
             found.append(coords)
-        assert list(layout or ()) == list(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else ())
+        assert everybody(layout) == everybody(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else None)
     places = {(each.pp, each.tp, each.dp) for each in found}
     assert (len(places), {each.sizes.pp for each in found}) == (16, {4})
     assert [each.pp for each in found] == sorted(each.pp for each in found) or order is None
-    assert order is None or found == list(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order))
+    assert order is None or found == everybody(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order))
 
 
 @pytest.mark.parametrize(

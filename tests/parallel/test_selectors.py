@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, join_spans, parse_selector, spans_of
 from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, WorldLayout
+from tests.parallel.test_topology import everybody
 
 # 32 ranks: every axis larger than one, and an expert grid unlike the decoder's.
 SIZES = ParallelSizes(tp=2, pp=4, cp=2, ep=4, etp=1, dp=2)
@@ -39,7 +40,7 @@ def test_what_is_selected(text: str, ranks: list[int]) -> None:
     selector = parse_selector(text)
     selector.check(SIZES, LAYOUT)
     assert selector.ranks(LAYOUT.sizes, LAYOUT) == ranks
-    assert [coords.rank for coords in LAYOUT if selector.selects(coords)] == ranks
+    assert [coords.rank for coords in everybody(LAYOUT) if selector.selects(coords)] == ranks
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_per_stage_is_the_lowest_rank_of_each_stage_in_every_order() -> None:
         except ValueError:  # Megatron refuses this order for these sizes
             continue
         orders += 1
-        lowest = [min(coords.rank for coords in layout if coords.pp == pp) for pp in range(2)]
+        lowest = [min(coords.rank for coords in everybody(layout) if coords.pp == pp) for pp in range(2)]
         assert PER_STAGE.ranks(layout.sizes, layout) == sorted(lowest)
     assert orders > 24  # more than the orders with pp last
 
@@ -158,13 +159,15 @@ def brute_force(text: str, layout: WorldLayout) -> list[int]:
         return value == "*" or any(int(part[0]) <= number <= int(part[-1]) for part in parts)
 
     if text == "all":
-        return [coords.rank for coords in layout]
+        return [coords.rank for coords in everybody(layout)]
     if text == "per-stage":
-        return sorted(min(coords.rank for coords in layout if coords.pp == pp) for pp in range(layout.sizes.pp))
+        return sorted(
+            min(coords.rank for coords in everybody(layout) if coords.pp == pp) for pp in range(layout.sizes.pp)
+        )
     if "=" not in text:
-        return [coords.rank for coords in layout if has(text, coords.rank)]
+        return [coords.rank for coords in everybody(layout) if has(text, coords.rank)]
     wanted = dict(item.split("=") for item in text.split(","))
-    return [c.rank for c in layout if all(has(value, getattr(c, axis)) for axis, value in wanted.items())]
+    return [c.rank for c in everybody(layout) if all(has(value, getattr(c, axis)) for axis, value in wanted.items())]
 
 
 layouts = st.sampled_from(
@@ -182,7 +185,7 @@ def test_selection_agrees_with_brute_force(text: str, layout: WorldLayout) -> No
     selector = parse_selector(text)
     expected = brute_force(text, layout)
     assert selector.ranks(layout.sizes, layout) == expected
-    assert [coords.rank for coords in layout if selector.selects(coords)] == expected
+    assert [coords.rank for coords in everybody(layout) if selector.selects(coords)] == expected
     named = [(layout.sizes.world, selector.rank_spans)] if selector.rank_spans is not None else []
     named += [(getattr(layout.sizes, axis), spans) for axis, spans in selector.axes]
     exists = all(last < size for size, spans in named for _, last in spans)
@@ -210,7 +213,9 @@ def test_any_text_is_a_selector_or_a_value_error(text: str) -> None:
         return
     assert isinstance(selector, Selector)
     assert parse_selector(str(selector)) == selector
-    assert selector.ranks(LAYOUT.sizes, LAYOUT) == [coords.rank for coords in LAYOUT if selector.selects(coords)]
+    assert selector.ranks(LAYOUT.sizes, LAYOUT) == [
+        coords.rank for coords in everybody(LAYOUT) if selector.selects(coords)
+    ]
 
 
 def test_all_is_no_constraint() -> None:
