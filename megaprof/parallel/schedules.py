@@ -404,41 +404,35 @@ def stage_program(schedule: PipelineSchedule, stage: int) -> Program:
     elif schedule.name in SPLIT_SCHEDULES:
         program = _split_program(schedule, stage)
     else:
-        program = [
-            each
-            for step in _one_forward_one_backward_program(schedule, stage)
-            for each in ((step,) if isinstance(step, PassId) else (step, Wait(step)))
-        ]
+        program = _one_forward_one_backward_program(schedule, stage)
     return [step for step in program if step not in (SendReceive(), Wait(SendReceive()))]
 
 
-def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
+def _exchange(**transfers: PassId | None) -> tuple[SendReceive, Wait]:
+    """Returns an exchange that the stage waits for at once."""
+    return SendReceive(**transfers), Wait(SendReceive(**transfers))
+
+
+def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> Program:
     is_first, is_last = stage == 0, stage == schedule.stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
 
-    def recv_forward(index: int) -> SendReceive:
-        return SendReceive(recv_prev=None if is_first else forwards[index])
-
-    program: list[PassId | SendReceive] = []
-    for index in range(warmup):
-        sent = None if is_last else forwards[index]
-        program += [recv_forward(index), forwards[index], SendReceive(send_next=sent)]
+    program: Program = []
+    for forward in forwards[:warmup]:
+        received, sent = (None if is_first else forward), (None if is_last else forward)
+        program += [*_exchange(recv_prev=received), forward, *_exchange(send_next=sent)]
     remaining = len(forwards) - warmup
     if remaining:
-        program.append(recv_forward(warmup))
+        program += _exchange(recv_prev=None if is_first else forwards[warmup])
     for index in range(remaining):
         forward, backward = forwards[warmup + index], backwards[index]
         following = None if is_first or index == remaining - 1 else forwards[warmup + index + 1]
-        program += [
-            forward,
-            SendReceive() if is_last else SendReceive(send_next=forward, recv_next=backward),
-            backward,
-            SendReceive(send_prev=None if is_first else backward, recv_prev=following),
-        ]
+        program += [forward, *([] if is_last else _exchange(send_next=forward, recv_next=backward))]
+        program += [backward, *_exchange(send_prev=None if is_first else backward, recv_prev=following)]
     if not schedule.forward_only:
         for backward in backwards[remaining:]:
             received, sent = (None if is_last else backward), (None if is_first else backward)
-            program += [SendReceive(recv_next=received), backward, SendReceive(send_prev=sent)]
+            program += [*_exchange(recv_next=received), backward, *_exchange(send_prev=sent)]
     return program
 
 
@@ -469,9 +463,6 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     program: Program = []
     under_way = {name: deque[PassId]() for name in SendReceive._fields}  # begun, and not waited for
 
-    def exchange(**transfers: PassId | None) -> None:
-        program.extend((SendReceive(**transfers), Wait(SendReceive(**transfers))))
-
     def begin(**transfers: PassId | None) -> None:
         program.append(SendReceive(**transfers))
         for name, which in transfers.items():
@@ -495,7 +486,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
 
     overlaps, everywhere = schedule.overlap != "none", schedule.overlap == "all"
     first_gradient = None if is_last else backwards[0]
-    exchange(recv_prev=None if is_first else forwards[0])
+    program += _exchange(recv_prev=None if is_first else forwards[0])
     for index, forward in enumerate(forwards[:warmup]):
         is_turning_point = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
         following = received(forwards, index) if index < total - 1 else None
@@ -508,7 +499,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
         else:
             program.append(forward)
             gradient = first_gradient if is_turning_point and not overlaps else None
-            exchange(send_next=consumer(forward), recv_prev=following, recv_next=gradient)
+            program += _exchange(send_next=consumer(forward), recv_prev=following, recv_next=gradient)
         if is_turning_point and overlaps:
             begin(recv_next=first_gradient)
     for index, (forward, backward) in enumerate(zip(forwards[warmup:], backwards, strict=False)):
@@ -517,7 +508,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
         if not overlaps:
             program += [forward, backward]
             sent = {"send_next": consumer(forward), "send_prev": consumer(backward)}
-            exchange(**sent, recv_prev=following, recv_next=gradient)
+            program += _exchange(**sent, recv_prev=following, recv_next=gradient)
         elif schedule.combined:
             before(forward)
             before(backward)
@@ -532,7 +523,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     if schedule.forward_only:
         return program
     if all_in_warmup:
-        exchange(recv_next=first_gradient)
+        program += _exchange(recv_next=first_gradient)
     for index in range(total - warmup, total):
         backward, gradient = backwards[index], received(backwards, index) if index < total - 1 else None
         before(backward)
@@ -542,7 +533,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
         if everywhere:
             after(backward, gradient if is_last else None)
         else:
-            exchange(send_prev=consumer(backward), recv_next=gradient)
+            program += _exchange(send_prev=consumer(backward), recv_next=gradient)
     wait("send_prev")
     return program
 
