@@ -186,10 +186,7 @@ class TimelineRecorder:
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):
             try:
-                self._drain()
-                if self._collectives is not None:
-                    self._files.add(self._collectives.look(last=True))
-                self._end_file()
+                self._drain(last=True)
             finally:
                 self._writing.release()
         missing = self.steps_dropped + len(self._waiting), self._files.steps_lost
@@ -257,12 +254,11 @@ class TimelineRecorder:
     def drain(self) -> None:
         """Writes every finished step whose times are known, in order."""
         with self._writing:
-            self._drain(self._background.pause, GIVE_UP_SECONDS)
-            if self._collectives is not None:
-                self._files.add(self._collectives.look())
+            self._drain()
 
-    def _drain(self, pause: Callable[[], None] = lambda: None, patience: float = 0.0) -> None:
-        while steps := self._ready(patience):
+    def _drain(self, *, last: bool = False) -> None:
+        """Writes them. ``last``: no step follows, so it waits for nothing, and ends the file."""
+        while steps := self._ready(0.0 if last else GIVE_UP_SECONDS):
             step, packed = steps[-1]
             # How long the training thread has waited for a core since the last time stands next to the last step.
             waited = None if self._read_waits is None else self._read_waits(step.start_ns)
@@ -283,18 +279,15 @@ class TimelineRecorder:
             if self._collectives is not None:
                 for place, (step, _) in zip(places, steps, strict=False):
                     self._collectives.wrote((place, step.number, step.start_ns, step.end_ns))
-            if self._waiting:
-                pause()
+            if self._waiting and not last:
+                self._background.pause()
         if self._finished is not None:
             every = list(self.by_key.values())
             self._files.append([step for calls in every for step in calls.due()])
-            if all(max(calls.near, default=0) <= calls.packed for calls in every):
-                self._end_file()
-
-    def _end_file(self) -> None:
-        """Ends the file and passes it on."""
-        path = self._files.close()
-        if path is not None and self._finished is not None:
+            last = last or all(max(calls.near, default=0) <= calls.packed for calls in every)
+        if self._collectives is not None:
+            self._files.add(self._collectives.look(last=last))
+        if last and (path := self._files.close()) is not None and self._finished is not None:
             self._finished(path)
 
     def _ready(self, patience: float) -> list[tuple[RecordedStep, PackedStep]]:

@@ -177,9 +177,9 @@ Place = tuple[int, int]
 class TimelineFiles:
     """Appends the steps of one rank. Only the background thread calls it. Never overwrites an existing file.
 
-    ``limit``: the bytes of all files together, but for the last write; there may be many small ones. A failed write is
-    logged once, and the part that was written is removed. A minute later writing goes on, with the steps that come
-    then. A file that never got a step is removed, and no older file is removed for it.
+    ``limit``: the bytes of all files together, if no single write has more than a file; there may be many small ones. A
+    failed write is logged once, and the part that was written is removed. A minute later writing goes on, with the
+    steps that come then. A file that never got a step is removed, and no older file is removed for it.
     """
 
     def __init__(self, directory: Path, role: str | None, coords: RankCoords, limit: int) -> None:

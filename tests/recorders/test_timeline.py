@@ -331,7 +331,7 @@ def test_many_steps_are_written_with_pauses_between(
                 one_rank.train_step()
             monkeypatch.setattr(timeline._files, "append", counted)
             monkeypatch.setattr(timeline._background, "pause", pause)
-            timeline._drain(pause)
+            timeline._drain()
         assert between == [STEPS_AT_ONCE] * 2
         assert written == 4
     assert [step for step, _ in steps(tmp_path)] == list(range(2 * STEPS_AT_ONCE + 4))
