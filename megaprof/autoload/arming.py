@@ -47,7 +47,7 @@ _PACKAGES = frozenset(package.partition(".")[0] for package, _ in HOSTS.values()
 _FIRST = "_MEGAPROF_FIRST"
 #: Variables of launchers with a process's rank. Only rank 0 logs the line.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-#: How far a process may come, in this order.
+#: How far a process may come, in the order of its marks.
 _REASONS = (
     "neither torch nor megatron.core was imported",
     "torch was imported, but megatron.core was not, and no step of a trainer that megaprof supports without it ran",
@@ -285,35 +285,27 @@ def watch() -> None:
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
     armed.marks = Path(directory)
     is_first = pid in ("", str(os.getpid()))  # this process may have run another program before, which set the variable
-    atexit.register(_log_reason if is_first else _mark_progress, os.getpid())
+    atexit.register(_ends, os.getpid(), is_first)
 
 
-def _progress() -> int:
-    """Returns how far this process came, as the index of a reason in `_REASONS`."""
-    if _SCHEDULES in sys.modules:
-        return 4 if armed.asked_too_early else 3
-    if "megatron.core" in sys.modules:
-        return 2
-    return int("torch" in sys.modules)
-
-
-def _mark_progress(pid: int) -> None:
-    if pid == os.getpid():  # not in a fork of it
-        armed.mark(str(_progress()))
-
-
-def _log_reason(pid: int) -> None:
-    if pid != os.getpid():
+def _ends(pid: int, is_first: bool) -> None:
+    """Marks how far this process came. The first process then logs the line, if no process has asked for hooks."""
+    if pid != os.getpid() or armed.marks is None:  # a fork of it
         return
-    _mark_progress(pid)
+    progress = int("torch" in sys.modules)
+    if _SCHEDULES in sys.modules:
+        progress = 4 if armed.asked_too_early else 3
+    elif "megatron.core" in sys.modules:
+        progress = 2
+    armed.mark(str(progress))
+    if not is_first:
+        return
     from shutil import rmtree
 
-    marks = set() if armed.marks is None else {path.name for path in armed.marks.glob("*")}
-    if armed.marks is not None:
-        rmtree(armed.marks, ignore_errors=True)
+    marks = {path.name for path in armed.marks.glob("*")}
+    rmtree(armed.marks, ignore_errors=True)
     if INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
-    furthest = max((int(mark) for mark in marks if mark.isdigit()), default=0)
-    processes = "this process" if marks == {str(_progress())} else "this process, or those that it started here"
-    reason = _REASONS[min(furthest, len(_REASONS) - 1)]
+    reason = _REASONS[max((int(mark) for mark in marks), default=0)]
+    processes = "this process" if marks == {str(progress)} else "this process, or those that it started here"
     logger.warning("megaprof: no hooks were installed in %s; nothing was captured: %s", processes, reason)
