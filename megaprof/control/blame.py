@@ -8,6 +8,7 @@ rank there is taken to wait for those peers that have stood somewhere else for l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -156,14 +157,12 @@ def _coupled(layout: WorldLayout, statuses: Mapping[int, RankStatus], status: Ra
         return
     # An expert group reaches over replicas; which ones is a matter of the rank order.
     replicas: Iterable[int] = range(sizes.dp) if sizes.ep > 1 else (coords["dp"],)
-    for dp in replicas:
-        for cp in range(sizes.cp):
-            for tp in range(sizes.tp):
-                other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=coords["pp"]))
-                if other is None or other.rank == status.rank or (dp != coords["dp"] and tp != coords["tp"]):
-                    continue
-                if _position(other) != _position(status) and other.moved < status.moved:
-                    yield other.rank
+    for dp, cp, tp in itertools.product(replicas, range(sizes.cp), range(sizes.tp)):
+        other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=coords["pp"]))
+        if other is None or other.rank == status.rank or (dp != coords["dp"] and tp != coords["tp"]):
+            continue
+        if _position(other) != _position(status) and other.moved < status.moved:
+            yield other.rank
 
 
 def _position(status: RankStatus) -> tuple[object, ...]:
