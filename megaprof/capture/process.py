@@ -66,8 +66,6 @@ class Process:
         """The functions that replaced them."""
         self.background = Background()
         """The thread for everything that runs beside the training."""
-        self.unwatch_exit: Callable[[], None] = lambda: None
-        """Has nothing finished any more as the process ends."""
         self.forks_watched = False
         """True once a forked child resets its state."""
         self.sessions: list[Any] = []

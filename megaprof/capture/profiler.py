@@ -4,6 +4,8 @@ All its state is in `megaprof.capture.process`."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -21,7 +23,7 @@ from megaprof.config.values import TRAIN_OVERALL
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
-from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit
+from megaprof.runtime.ending import TERM_SECONDS, Termination
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
@@ -183,14 +185,6 @@ class Dispatcher:
         return None
 
 
-def _reference(model: Any) -> Callable[[], Any]:
-    """Returns a function that returns ``model`` while it lives. An id would not do: a later model may get the same."""
-    try:
-        return weakref.ref(model)
-    except TypeError:
-        return lambda: model
-
-
 def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[Patches], None]) -> None:
     """Installs the hooks of ``session``, which takes calls of ``models``, with ``patches``. Each of these runs only
     once even if several sessions need it. If one fails, the functions that were replaced are put back."""
@@ -201,9 +195,12 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
         process.sessions, process.disturbed = [], False
         logger.said.clear()  # what is wrong again is said again
         process.dispatcher = Dispatcher()
-        process.unwatch_exit = at_exit(_finish_all)
+        atexit.register(_finish_all)
+        if multiprocessing.parent_process() is not None:
+            # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
+            multiprocessing.util.Finalize(None, _finish_all, exitpriority=0)
     process.dispatcher.last_model = None
-    session.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
+    session.models = None if models is None else tuple(weakref.ref(innermost(model)) for model in models)
     process.sessions.append(session)
     patched = bool(process.patches)
     try:
@@ -224,7 +221,7 @@ def remove(session: Session) -> None:
             process.sessions.remove(session)
         if not process.sessions:
             _put_back()
-            process.unwatch_exit()
+            atexit.unregister(_finish_all)
 
 
 def _put_back() -> None:
@@ -299,8 +296,8 @@ def _save(last: bool) -> None:
 
 
 def _finish_all() -> None:
-    """Removes all sessions as the process ends. Gives a training thread that still runs time to close its
-    window."""
+    """Removes all sessions as the process ends, also by an exception, but not by os._exit, SIGKILL or a crash. Gives a
+    training thread that still runs time to close its window."""
     ending = process.sessions.copy()
     for session in ending:
         leave(session)
@@ -311,7 +308,7 @@ def _finish_all() -> None:
 def _forget() -> None:
     """Resets a forked child, such as a DataLoader's worker, so that it has no hooks, no window and no files to
     finish."""
-    process.unwatch_exit()
+    atexit.unregister(_finish_all)
     for session in (*process.capturers, *process.sessions):
         session.removed.set()
         session.recorders = ()

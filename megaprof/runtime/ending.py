@@ -1,11 +1,8 @@
-"""The end of a process, at exit or by SIGTERM."""
+"""The end of a process by SIGTERM."""
 
 from __future__ import annotations
 
-import atexit
 import functools
-import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -146,20 +143,3 @@ class Termination:
             if from_host(fault):
                 raise
             logger.exception("megaprof: finishing files on SIGTERM failed")
-
-
-def at_exit(finish: Callable[[], None]) -> Callable[[], None]:
-    """Has ``finish`` called when the process ends, also by an exception, but not by os._exit, SIGKILL or a crash.
-    Returns a function that takes this back, and may be called twice."""
-    atexit.register(finish)
-    finalizer: multiprocessing.util.Finalize | None = None
-    if multiprocessing.parent_process() is not None:
-        # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
-        finalizer = multiprocessing.util.Finalize(None, finish, exitpriority=0)
-
-    def disarm() -> None:
-        atexit.unregister(finish)
-        if finalizer is not None:
-            finalizer.cancel()
-
-    return disarm
