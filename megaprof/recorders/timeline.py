@@ -82,8 +82,8 @@ class TimelineRecorder:
         background: Background,
         framework: str | None,
         directory: str,
-        finished: Callable[[Path], object] | None = None,
-        parts: Parts | None = None,
+        finished: Callable[[Path], object] | None,
+        parts: Parts,
     ) -> None:
         """``framework`` names the host. Writes every step, or, with ``finished``, only those around windows; then each
         window's file is passed to this function once it is complete. ``parts``: what the host does between calls."""
@@ -92,7 +92,7 @@ class TimelineRecorder:
         self._framework = framework
         self._files = TimelineFiles(Path(directory), role, coords, config.timeline_megabytes << 20)
         self._finished = finished
-        self._parts = parts or Parts()
+        self._parts = parts
         self._background = background
         self._device: DeviceClock | None = None
         self._memory: Callable[[], format.Memory] | None = None
@@ -106,7 +106,7 @@ class TimelineRecorder:
         self._collectives = Reading() if config.collectives and finished is None else None
         self._last_shapes: list[tuple[Any, ...]] = []
         self._work_of_shapes = b""
-        self._collections = Collections(self._parts)
+        self._collections = Collections(parts)
         self._collections.start()
         #: Of each of the last steps, the microseconds for which the training thread waited for a core, and all of them.
         self._core_waits: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
