@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, more_steps
+from megaprof.analysis.diagnosis.examine import Examined, Term, more_steps
 from megaprof.analysis.diagnosis.lengths import Lengths, explain, explained, fit
 from megaprof.analysis.diagnosis.model import Content, divided, of_both, outside_layers
 from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.stages import shown
-from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import compiled

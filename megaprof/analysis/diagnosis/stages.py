@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from megaprof.parallel.topology import ParallelSizes
 #: How a step is timed: from the first stage's start to the last stage's end or, if the stages have no common clock, by
 #: the range of the longest stage.
 Basis = Literal["one_clock", "longest_stage"]
-ONE_CLOCK: Final = "one_clock"
-LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
 #: The parts of a stage's bubble: before its first backward, in between, and after its last forward.
@@ -214,7 +212,7 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
         microbatches=table.schedule.microbatches,
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.length),
-        step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
+        step_time_basis="one_clock" if table.clocks else "longest_stage",
         profiled_step_time_ms=_spread(table.profiled_length) if len(table.profiled_length) else None,
         stages=stages,
         unjudgeable=next((note for note in notes if note.kind == "stages_missing"), None),
@@ -248,7 +246,7 @@ def of_series(series: Series, why: Note) -> TargetStages:
         microbatches=first.microbatches,
         steps=tuple(np.unique(series.calls.steps).tolist()),
         step_time_ms=Spread.of(series.calls.longest.tolist()),
-        step_time_basis=LONGEST,
+        step_time_basis="longest_stage",
         stages=tuple(stages),
         unjudgeable=why,
         warnings=(why,),
@@ -276,7 +274,7 @@ def of_steps(job: Job, why: Note) -> TargetStages:
         microbatches=counts.pop() if len(counts) == 1 else None,
         steps=tuple(sorted({step.step for step in steps})),
         step_time_ms=Spread.of(longest),
-        step_time_basis=LONGEST,
+        step_time_basis="longest_stage",
         profiled_step_time_ms=Spread.of(longest),
         stages=tuple(_of_sums(pp, stages[pp]) for pp in sorted(stages)),
         unjudgeable=job.unjudgeable or why,

@@ -20,7 +20,7 @@ from megaprof.analysis.diagnosis.policy import MOST
 from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, Table
 from megaprof.parallel.peers import of_others
-from megaprof.parallel.schedules import PassId, PipelineSchedule, Wait, phase_order, stage_program
+from megaprof.parallel.schedules import PassId, PipelineSchedule, Wait, stage_program
 
 #: Among what held passes up: what their stages exchanged before them (`View.passes`), and how much longer one pass of a
 #: stage and step took than the longest one of a usual step.
@@ -303,19 +303,14 @@ _Sample = tuple[int, int, str, Floats]
 """Sender, receiver, kind of pass, and milliseconds [t, d]; NaN if the receiver waited for something else."""
 
 
-def _by_pass(schedule: PipelineSchedule, times: Floats) -> dict[tuple[int, PassId], Floats]:
-    """Returns the times of single passes, [t, d] each, by stage and pass."""
-    return {
-        (stage, which): times[:, :, stage, which.chunk, schedule.kinds.index(which.kind), which.microbatch]
-        for stage in range(schedule.stages)
-        for which in phase_order(schedule, stage)
-    }
-
-
 def _met(table: Table, held: bool) -> Iterator[_Sample]:
     """Yields the samples of stages that exchange. ``held``: whether a sender waits for its receiver."""
-    stages = table.schedule.stages
-    begun, ended = (_by_pass(table.schedule, times) for times in (table.start, table.end))
+    stages, kinds = table.schedule.stages, table.schedule.kinds
+
+    def of(times: Floats, stage: int, which: PassId) -> Floats:
+        """Returns the times of a pass, [t, d]."""
+        return times[:, :, stage, which.chunk, kinds.index(which.kind), which.microbatch]
+
     came: dict[_Transfer, dict[int, Floats]] = {}
     waits: list[tuple[int, PassId, Floats, list[_Transfer]]] = []  # stage, its pass, since when it waited, for which
     for stage in range(stages):
@@ -326,13 +321,13 @@ def _met(table: Table, held: bool) -> Iterator[_Sample]:
         for step in stage_program(table.schedule, stage):
             if isinstance(step, PassId):
                 waits.append((stage, step, there, awaited))
-                there, awaited = ended[stage, step], []
+                there, awaited = of(table.end, stage, step), []
             elif isinstance(step, Wait):
                 awaited += step.transfers.transfers(stage, stages)
             else:
                 for _, receiver, which in awaited:
                     if held and receiver != stage:
-                        there = np.maximum(there, begun[receiver, which])
+                        there = np.maximum(there, of(table.start, receiver, which))
                 awaited = [transfer for transfer in awaited if transfer[1] == stage]
                 for transfer in step.transfers(stage, stages):
                     came.setdefault(transfer, {})[stage] = there
@@ -351,7 +346,7 @@ def _met(table: Table, held: bool) -> Iterator[_Sample]:
         for (sender, receiver, _), ends in later.items():
             if _link(sender, receiver, stages) != _link(own[0], stage, stages):
                 waited &= last > ends
-        took = np.maximum(begun[own[1:]] - last, 0.0)
+        took = np.maximum(of(table.start, *own[1:]) - last, 0.0)
         yield own[0], stage, own[2].kind, np.where(waited, took, np.nan)
 
 

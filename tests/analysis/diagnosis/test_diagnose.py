@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, _by_content, _cause, _dear_part, _needed, diagnose
-from megaprof.analysis.diagnosis.examine import examine
+from megaprof.analysis.diagnosis.examine import examine, terms
 from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import averages
-from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.diagnosis.view import EXCHANGE, receivers
 from megaprof.analysis.samples import LEVEL, Interval, errors_of_mean
 from megaprof.analysis.table.iterations import Iterations, PartOfIteration

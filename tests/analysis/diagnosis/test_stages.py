@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis.stages import LONGEST, ONE_CLOCK
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.report import analyze
@@ -55,7 +54,7 @@ class TestNumbers:
         target = only(tmp_path)
         # It ends with the last pass, which is on stage 0.
         assert target.step_time_ms.mean == 200
-        assert target.step_time_basis == ONE_CLOCK
+        assert target.step_time_basis == "one_clock"
         a, b = target.stages
         assert (a.forward_ms.mean, a.backward_ms.mean, a.compute_ms.mean, a.bubble_ms.mean) == (60, 120, 180, 20)
         assert (b.forward_ms.mean, b.backward_ms.mean, b.compute_ms.mean, b.bubble_ms.mean) == (20, 40, 60, 140)
@@ -160,7 +159,7 @@ class TestNumbers:
                     tmp_path
                 )
         target = only(tmp_path)
-        assert (target.step_time_basis, target.unjudgeable) == (ONE_CLOCK, None)
+        assert (target.step_time_basis, target.unjudgeable) == ("one_clock", None)
         assert target.step_time_ms.mean == 100
         assert [stage.ranks for stage in target.stages] == [(0,), (2,)]
         assert [stage.bubble_ms.mean for stage in target.stages] == [60, 60], "they wait for the slower replica"
@@ -230,7 +229,7 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(1, 2, 10, 20, start=60_000).write(tmp_path)
         target = only(tmp_path)
         assert found(target, "not_comparable")
-        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
+        assert (target.step_time_basis, target.step_time_ms.mean) == ("longest_stage", 360)
         assert [stage.bubble_ms for stage in target.stages] == [None, None]
         assert target.unjudgeable is not None
 
@@ -240,7 +239,7 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(1, 2, 10, 0, target="train_log_probs", start=60_000, metadata={"host": "b"}).write(tmp_path)
         target = only(tmp_path)
         assert [note.names for note in found(target, "clocks_apart")] == [("a", "b")]
-        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 120)
+        assert (target.step_time_basis, target.step_time_ms.mean) == ("longest_stage", 120)
         assert [stage.bubble_ms.mean for stage in target.stages] == [0, 80]
         assert target.unjudgeable is None
 
@@ -257,7 +256,7 @@ class TestWhatTheTracesDoNotAllow:
 
         together, apart = captured("together", 0.0, ["a", "a"]), captured("apart", 250.0, ["a", "b"])
         assert found(apart, "clocks_aligned")
-        assert (apart.step_time_basis, apart.unjudgeable) == (ONE_CLOCK, None)
+        assert (apart.step_time_basis, apart.unjudgeable) == ("one_clock", None)
         assert apart.step_time_ms.mean == pytest.approx(together.step_time_ms.mean, abs=0.1)
         for one, other in zip(together.stages, apart.stages, strict=True):
             assert other.bubble_ms.mean == pytest.approx(one.bubble_ms.mean, abs=0.2)
@@ -269,7 +268,7 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(1, 2, 10, 0, target="train_log_probs", metadata={"host": None}).write(tmp_path)
         target = only(tmp_path)
         assert [note.stages for note in found(target, "clocks_apart")] == [(1,)]
-        assert target.step_time_basis == LONGEST
+        assert target.step_time_basis == "longest_stage"
 
     def test_mixed_sizes_are_reported_apart(self, tmp_path):
         pipeline(tmp_path, [2, 2])
