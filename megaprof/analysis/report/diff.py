@@ -24,8 +24,6 @@ from megaprof.analysis.report.text.evidence import KINDS
 from megaprof.analysis.report.text.sentences import BASES
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.samples import Interval, Spread
-from megaprof.analysis.what_if.layouts import format_layout
-from megaprof.analysis.what_if.what_if import layout_of
 from megaprof.formats.phrases import Unanswerable
 
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
@@ -228,12 +226,11 @@ def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
 def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
     """Returns what the first capture predicted for the layout of the second one, and how that compares with the
     measurement; None if there is no such prediction."""
-    pieces, old, new = layout_of(after), before.diagnosis, after.diagnosis
-    if pieces is None or pieces == layout_of(before) or old is None or new is None:
+    layout, old, new = after.what_if.layout, before.diagnosis, after.diagnosis
+    if layout in (None, before.what_if.layout) or old is None or new is None:
         return None
     if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
         return None
-    layout = format_layout(pieces)
     for prediction in before.what_if.candidates:
         if prediction.layout == layout:
             expected = _expected(prediction.step_ms, old, new, layer)

@@ -30,6 +30,7 @@ from megaprof.analysis.what_if.layouts import (
     default_layout,
     format_layout,
     layers_per_stage,
+    of_counts,
     parse_layout,
 )
 from megaprof.analysis.what_if.packing import PLANS, Sequences, plan, repacked
@@ -310,9 +311,7 @@ def _pieces(run: Changeable, text: str) -> Layout:
         raise ValueError(f"layout={text} has {counted(len(layers), 'piece')}, not a multiple of pp={run.stages}")
     if sum(layers) != (held := "".join(run.pieces).count("t")):
         raise ValueError(f"layout={text} has {counted(sum(layers), 'decoder layer')}, the model has {held}")
-    made = ["t" * count for count in layers]
-    made[0], made[-1] = "E" + made[0], made[-1] + "m" * "".join(run.pieces).count("m") + "L"
-    return tuple(made)
+    return of_counts(layers, "".join(run.pieces).count("m"))
 
 
 def whole(name: str, text: str | None, default: int) -> int:
@@ -366,7 +365,4 @@ def split(pieces: Layout, stages: int, chunks: int) -> Layout:
     if (even := default_layout(stages, chunks, layers, mtp)) is not None:
         return even
     per_piece, rest = divmod(layers, stages * chunks)
-    made = ["t" * (per_piece + (place < rest)) for place in range(stages * chunks)]
-    made[0] = "E" + made[0]
-    made[-1] += "m" * mtp + "L"
-    return tuple(made)
+    return of_counts((per_piece + (place < rest) for place in range(stages * chunks)), mtp)

@@ -15,7 +15,7 @@ slime, which has Megatron-LM's parser, take the flags.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 
 Layout = tuple[str, ...]
@@ -156,7 +156,12 @@ def default_layout(
     counts[-1] -= account_for_loss
     if min(counts) < 0:
         return None
-    pieces = ["t" * count for count in counts]
+    return of_counts(counts, mtp_layers)
+
+
+def of_counts(layers: Iterable[int], mtp_layers: int) -> Layout:
+    """Returns the layout with these numbers of decoder layers in its pieces, and all MTP layers in the last one."""
+    pieces = ["t" * count for count in layers]
     pieces[0] = "E" + pieces[0]
     pieces[-1] += "m" * mtp_layers + "L"
     return tuple(pieces)

@@ -16,7 +16,6 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, slow_ranks
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import CERTAIN, LEAST
-from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, compiled, rescheduled
@@ -105,7 +104,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table = run.table
     errors = (run.view.step_ms - table.length) / table.length
-    steps, held = Baseline.of(run), _held(table)
+    steps, held = Baseline.of(run).longest(), _held(table)
     peaks = [memory.peak for memory in table.memory if memory is not None]
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
@@ -128,7 +127,6 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     warnings += [Note("replay_off", factor=run.missed)] if run.missed > LEAST else []
     if slow := slow_ranks(diagnosis.causes):
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
-    steps = steps.longest()
     others = [balanced(steps), *microbatch_counts(steps), *overlapped(steps, table.first.framework)]
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
@@ -179,20 +177,6 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     return predictions, changeable
 
 
-def layout_of(measured: TargetStages) -> Layout | None:
-    """Returns the layout of a captured target; None if its stages do not say what they hold."""
-    chunks = {len(stage.chunks) for stage in measured.stages}
-    if len(chunks) != 1 or len(measured.stages) < measured.sizes.pp:
-        return None
-    held = [stage.chunks[chunk].holds for chunk in range(chunks.pop()) for stage in measured.stages]
-    pieces = [_piece(chunk) for chunk in held if chunk is not None and chunk.layers is not None]
-    return tuple(pieces) if pieces and len(pieces) == len(held) else None
-
-
-def _piece(held: ModelChunk) -> str:
-    return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
-
-
 def _held(table: Table) -> Held | Note:
     """Returns what the stages hold, or a note that says why that is not known: the files do not say it, or what they
     say is impossible."""
@@ -207,7 +191,7 @@ def _held(table: Table) -> Held | Note:
                 return Note("no_layout", stages=(stage,), said=f"the traces say that it holds {holds.layers} layers")
             if any(listed is not None and len(listed) != holds.layers for listed in (holds.kinds, holds.layer_numbers)):
                 return Note("no_layout", stages=(stage,), said="the traces contradict themselves about its layers")
-            pieces.append(_piece(holds))
+            pieces.append("E" * holds.embedding + "t" * holds.layers + "m" * (holds.mtp or 0) + "L" * holds.loss)
             kinds += holds.kinds if holds.kinds is not None else ("layer",) * holds.layers
     flat = "".join(pieces)
     if not kinds:

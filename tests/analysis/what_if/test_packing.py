@@ -195,6 +195,7 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     assert best.speedup.low > 1.02
     by_hand = chosen(known, {"packing": packing.POOLED}).prediction
     assert (by_hand.packing, by_hand.speedup.value) == (best.packing, pytest.approx(best.speedup.value))
+    assert chosen(known, {"layout": "4"}).setting == known.captured
     for refused in ({"layout": "2,2"}, {"chunks": "2"}):
         with pytest.raises(ValueError, match=r"pp=1|stage"):
             chosen(known, refused)
