@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.cli.look import View, look_at, verdict, waiting_clauses
+from megaprof.cli.look import View, ending_sentences, look_at, verdict, waiting_clauses
 from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits
 from megaprof.control.directory import NoJob, find_job
@@ -123,8 +122,7 @@ class LiveJob:
             return Now("absent", absent=str(fault))
         if view.silence is None and job.starting(view.statuses):
             return Now("starts", view=view)
-        standstills = [view.standstill] if view.state == "died" and view.standstill is not None else []
-        clauses = *waiting_clauses(view), *(finding.text for finding in standstill_findings(standstills))
+        clauses = *waiting_clauses(view), *(ending_sentences(view) if view.state == "died" else ())
         return Now(view.state, None, view, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:

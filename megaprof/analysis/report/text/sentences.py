@@ -49,22 +49,6 @@ _OF_CULPRITS: dict[Why, str] = {
     "differs": "in the same group, {who} called {instead} where {waiting} called {operation}",
 }
 _ALSO = ("absent", "held_up", "stuck", "not_begun")
-
-
-def basis(measured: TargetStages) -> str:
-    """Returns from when to when a step of a pipeline is measured, and what a profiler changes about it; maybe empty."""
-    clauses, profiled = [], measured.profiled_step_time_ms
-    if measured.sizes.pp > 1:
-        missing = measured.sizes.pp - len(measured.stages)
-        clauses.append(BASES[measured.step_time_basis] + (", of those that were captured" if missing else ""))
-    if measured.profiled:
-        clauses.append("while a profiler recorded it; other steps may be shorter, and the host's delays have no price")
-    elif profiled is not None and measured.step_time_ms is not None:
-        count = counted(measured.step_time_ms.count, "step")
-        clauses.append(f"in {count} without a profiler; {milliseconds(profiled.mean)} while it recorded")
-    return ", ".join(clauses)
-
-
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
 
@@ -83,6 +67,20 @@ class Finding:
     """Command to run, or flags to use, quoted for a shell."""
     host_command: str | None = None
     """The flags as options of the host framework, after its name; None if it takes the flags as they are."""
+
+
+def basis(measured: TargetStages) -> str:
+    """Returns from when to when a step of a pipeline is measured, and what a profiler changes about it; maybe empty."""
+    clauses, profiled = [], measured.profiled_step_time_ms
+    if measured.sizes.pp > 1:
+        missing = measured.sizes.pp - len(measured.stages)
+        clauses.append(BASES[measured.step_time_basis] + (", of those that were captured" if missing else ""))
+    if measured.profiled:
+        clauses.append("while a profiler recorded it; other steps may be shorter, and the host's delays have no price")
+    elif profiled is not None and measured.step_time_ms is not None:
+        count = counted(measured.step_time_ms.count, "step")
+        clauses.append(f"in {count} without a profiler; {milliseconds(profiled.mean)} while it recorded")
+    return ", ".join(clauses)
 
 
 def facts(measured: TargetStages) -> list[str]:
