@@ -130,13 +130,13 @@ def install_hooks(
     if not config.enabled or (config.steps_are_none and not config.listens):
         return handle
     owner = process.dispatcher.owner(None if models is None else tuple(map(innermost, models)))
-    existing = None if owner is None else owner.handle
-    if isinstance(existing, Handle):
-        if (existing.config, existing.role) != (config, role):
+    if owner is not None:
+        if (owner.config, owner.role) != (config, role):
             raise ValueError(
                 "install_hooks: this model has hooks with another configuration; remove() their handle first"
             )
-        if not (pipeline and existing._session is not None and moved(existing._session.coords)):
+        existing: Handle = owner.handle
+        if not (pipeline and moved(owner.coords)):
             return existing
         existing.remove()
     _require("torch")

@@ -72,7 +72,7 @@ class Session:
         """The fault after which nothing more is recorded in this run; None if there was none."""
         self.removed = threading.Event()
         """Set once its hooks are removed and its files are finished."""
-        self.handle: object = None
+        self.handle: Any = None
         """The `megaprof.Handle` that the host holds, and gets again if it installs the same hooks again."""
         self.at_end: list[Callable[[], object]] = []
         """Functions that are called when the session ends, once its files are finished."""
