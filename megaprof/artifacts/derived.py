@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
 from megaprof.runtime.isolation import Suppressed, logger
 
@@ -96,7 +96,7 @@ class DerivedFiles:
                 text = raw_paths[KERNELS_SUFFIX].read_bytes()
             for suffix, raw in raw_paths.items():
                 if raw.exists():
-                    self._writer.finish(Artifact(raw, files[suffix]))
+                    self._writer.finish(raw, files[suffix])
         except BaseException as fault:
             for raw in raw_paths.values():
                 raw.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
@@ -27,16 +26,6 @@ KEEP_SECONDS = 5.0
 #: How long one run of the command may take, in seconds.
 COMMAND_SECONDS = 300.0
 _OUTPUT = 2000
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A file that a recorder has written, with its final name."""
-
-    raw: Path
-    """The complete file as it was written: uncompressed, hidden, on a disk of this host."""
-    final: Path
-    """The name under which it will appear, compressed if that ends in ``.gz``."""
 
 
 _Task = Callable[[], None]
@@ -77,7 +66,7 @@ class Writer:
     def _start_afresh(self) -> None:
         self._tasks: deque[_Task] = deque()  # the first one is running
         self._idle = threading.Condition()  # has an RLock: a signal handler may flush in the middle of submit
-        self._waiting: dict[Artifact, None] = {}  # in the order of submission
+        self._waiting: dict[Path, Path] = {}  # final by raw, in the order of submission
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
         self._written: list[str] = []  # files that no window has announced yet; added to on the writer's thread only
@@ -95,18 +84,19 @@ class Writer:
         scratch_path = None if self._scratch is None else self._scratch.place(final)
         return raw_path(final) if scratch_path is None else scratch_path
 
-    def submit(self, artifact: Artifact) -> None:
-        """Queues ``artifact`` and returns at once."""
-        if not os.path.exists(artifact.raw):
-            _remove(kineto_temporary(artifact.raw))
+    def submit(self, raw: Path, final: Path) -> None:
+        """Queues a file that a recorder has written, and returns at once. ``raw``: the complete file as it was written,
+        uncompressed, hidden, on a disk of this host. ``final``: the name under which it will appear, compressed if that
+        ends in ``.gz``."""
+        if not os.path.exists(raw):
+            _remove(kineto_temporary(raw))
             logger.error(
-                "megaprof: %s is lost: its raw file was not written; is the disk full, or its directory gone?",
-                artifact.final,
+                "megaprof: %s is lost: its raw file was not written; is the disk full, or its directory gone?", final
             )
             return
         with self._idle:
-            self._waiting[artifact] = None
-        self.run(lambda: self._write(artifact))
+            self._waiting[raw] = final
+        self.run(lambda: self._write(raw, final))
 
     def run(self, task: _Task) -> None:
         """Runs ``task`` in the writer's thread, after everything that was submitted before. Logs what it raises.
@@ -117,10 +107,10 @@ class Writer:
             self._tasks.append(task)  # queued and counted in one step: the host may raise an exception after any line
             self._start()
 
-    def finish(self, artifact: Artifact) -> None:
-        """Finishes ``artifact`` at once. Only a task of ``run`` may call it."""
-        self._waiting[artifact] = None
-        self._write(artifact)
+    def finish(self, raw: Path, final: Path) -> None:
+        """Finishes a file at once (`submit`). Only a task of ``run`` may call it."""
+        self._waiting[raw] = final
+        self._write(raw, final)
 
     def hand_over(self, final: Path) -> None:
         """Uploads a file that is complete under its final name, and has the finish hook run for it with the next
@@ -141,7 +131,7 @@ class Writer:
             while self._tasks:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    missing = ", ".join(str(artifact.final) for artifact in self._waiting)
+                    missing = ", ".join(map(str, self._waiting.values()))
                     logger.error("megaprof: not finished within %.0f s: %s", timeout, missing or "the finish hook")
                     return False
                 self._idle.wait(remaining)
@@ -173,10 +163,9 @@ class Writer:
             self._hook.stop()
         self._remove_marker()
         with self._idle:
-            artifacts = list(self._waiting)
-            self._waiting.clear()
-        for artifact in artifacts:
-            if artifact.raw.exists() and (plain := _keep(artifact)) is not None:
+            waiting, self._waiting = self._waiting, {}
+        for raw, final in waiting.items():
+            if raw.exists() and (plain := _keep(raw, final)) is not None:
                 logger.warning("megaprof: kept %s, uncompressed", plain)
 
     def _start(self) -> None:
@@ -240,32 +229,30 @@ class Writer:
         if marker is not None:
             _remove(marker)
 
-    def _write(self, artifact: Artifact) -> None:
-        if artifact not in self._waiting:  # given up meanwhile, and kept uncompressed
+    def _write(self, raw: Path, final: Path) -> None:
+        if raw not in self._waiting:  # given up meanwhile, and kept uncompressed
             return
         try:
-            artifact.final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it during the run
-            if artifact.final.parent not in self._cleaned:
-                self._cleaned.add(artifact.final.parent)
-                remove_leftovers(artifact.final.parent)
+            final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it during the run
+            if final.parent not in self._cleaned:
+                self._cleaned.add(final.parent)
+                remove_leftovers(final.parent)
                 if self._scratch is not None:
                     self._scratch.remove_leftovers()
-            self._make_marker(temporary_path(artifact.final.with_name("writer")))
-            self._finished(publish(artifact.raw, artifact.final))
+            self._make_marker(temporary_path(final.with_name("writer")))
+            self._finished(publish(raw, final))
         except Incomplete as fault:
-            _remove(artifact.raw)
-            logger.error("megaprof: %s is lost: %s; is the disk full?", artifact.final, fault)
+            _remove(raw)
+            logger.error("megaprof: %s is lost: %s; is the disk full?", final, fault)
         except Exception as fault:
-            plain = _keep(artifact)
+            plain = _keep(raw, final)
             kept_note = f"; kept {plain}, uncompressed" if plain is not None else ""
-            logger.error(
-                "megaprof: writing %s failed: %s: %s%s", artifact.final, type(fault).__name__, fault, kept_note
-            )
+            logger.error("megaprof: writing %s failed: %s: %s%s", final, type(fault).__name__, fault, kept_note)
             if plain is not None:
                 self._finished(plain)
         finally:
             with self._idle:
-                self._waiting.pop(artifact, None)
+                self._waiting.pop(raw, None)
 
     def _finished(self, final: Path) -> None:
         address = str(final)
@@ -381,12 +368,10 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _keep(artifact: Artifact) -> Path | None:
+def _keep(raw: Path, final: Path) -> Path | None:
     """Renames the raw file to its uncompressed final name, and returns that path; None if the file stays where it is.
     This takes space and time only if the file is in scratch."""
-    plain = artifact.final.with_suffix("") if artifact.final.suffix == ".gz" else artifact.final
-    with Suppressed(OSError, says=f"{artifact.raw} stays there, it cannot be moved to {plain.name}"):
-        if artifact.raw.parent != plain.parent:
-            return carry(artifact.raw, plain, KEEP_SECONDS)
-        return rename(artifact.raw, plain)
+    plain = final.with_suffix("") if final.suffix == ".gz" else final
+    with Suppressed(OSError, says=f"{raw} stays there, it cannot be moved to {plain.name}"):
+        return carry(raw, plain, KEEP_SECONDS) if raw.parent != plain.parent else rename(raw, plain)
     return None

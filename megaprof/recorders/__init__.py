@@ -65,7 +65,7 @@ class Recorder(Protocol):
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 """Makes the recorder of one session, before the first step. Raises ValueError if the tool cannot run in this process.
 Any other exception of a registered factory is turned into a ValueError. A recorder hands over finished files with
-``writer.submit(Artifact(raw, final))``."""
+``writer.submit(raw, final)``."""
 
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:

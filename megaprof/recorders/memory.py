@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.recorders import Window
 
@@ -66,7 +66,7 @@ class MemoryRecorder:
             raise
         finally:
             self.discard()
-        self._writer.submit(Artifact(raw, final))
+        self._writer.submit(raw, final)
 
     def discard(self) -> None:
         if self._running:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.metadata import NSYS_SUFFIX, NSYS_WINDOW, SESSION_VARIABLE
 from megaprof.formats.ranges import DOMAIN
@@ -77,7 +77,7 @@ class NsysRecorder:
         final = window.path(self._directory, NSYS_SUFFIX)
         raw = self._writer.raw_path(final)
         raw.write_text(json.dumps({"megaprof": metadata}), encoding="utf-8")
-        self._writer.submit(Artifact(raw, final))
+        self._writer.submit(raw, final)
 
     def discard(self) -> None:
         if not self._running:

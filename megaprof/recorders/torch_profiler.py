@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from megaprof.artifacts.derived import DerivedFiles
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Profiler
@@ -181,7 +181,7 @@ class TorchRecorder:
             trace = open(raw, "rb")  # noqa: SIM115 - the function that it is given to closes it
             self._writer.run(partial(_look_for_kernels, trace, final, how))
         if "trace" in self._config.export:
-            self._writer.submit(Artifact(raw, final))
+            self._writer.submit(raw, final)
         else:
             raw.unlink(missing_ok=True)
         if derive is not None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts.writer import Artifact, FinishHook, Writer
+from megaprof.artifacts.writer import FinishHook, Writer
 from megaprof.formats.names import raw_path
 
 
 def submit(background: Writer, final: Path) -> None:
     raw_path(final).write_bytes(b"data")
-    background.submit(Artifact(raw_path(final), final))
+    background.submit(raw_path(final), final)
 
 
 def alive(pid: int) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megaprof.artifacts.places import Remote, check_remote
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import raw_path
 
@@ -70,7 +70,7 @@ def submit(remote: Remote, name: str = "t.bin.gz") -> tuple[Writer, Path]:
     background = Writer(remote=remote)
     final = remote.staging / name
     raw_path(final).write_bytes(b"data")
-    background.submit(Artifact(raw_path(final), final))
+    background.submit(raw_path(final), final)
     assert background.flush(60)
     return background, final
 

@@ -16,7 +16,7 @@ import pytest
 from megaprof.artifacts import places as scratch
 from megaprof.artifacts import writer
 from megaprof.artifacts.places import Scratch
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.formats.names import host
 from megaprof.parallel.machine import find_bounds
 
@@ -46,7 +46,7 @@ def test_files_are_carried_over_compressed_or_not(tmp_path: Path, memory: Path) 
         raw = background.raw_path(tmp_path / name)
         assert raw.parent == directory
         raw.write_bytes(b"data")
-        background.submit(Artifact(raw, tmp_path / name))
+        background.submit(raw, tmp_path / name)
     assert background.close(30)
     assert gzip.decompress((tmp_path / "a.bin.gz").read_bytes()) == (tmp_path / "b.bin").read_bytes() == b"data"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin.gz", "b.bin"]
@@ -64,7 +64,7 @@ def test_what_is_not_finished_in_time_is_copied_out(
     background = Writer(scratch=Scratch(tmp_path, (memory,)))
     raw = background.raw_path(tmp_path / "a.bin.gz")
     raw.write_bytes(b"data")
-    background.submit(Artifact(raw, tmp_path / "a.bin.gz"))
+    background.submit(raw, tmp_path / "a.bin.gz")
     assert background.close(30)
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
     assert list(memory.iterdir()) == []

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from megaprof.artifacts import writer
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.formats.names import raw_path, temporary_path
 
 Gate = Callable[[], None]
 
 
-def job(directory: Path, name: str = "t.bin.gz", content: bytes = b"data") -> Artifact:
+def job(directory: Path, name: str = "t.bin.gz", content: bytes = b"data") -> tuple[Path, Path]:
     final = directory / name
     raw = raw_path(final)
     raw.write_bytes(content)
-    return Artifact(raw, final)
+    return raw, final
 
 
 def listing(directory: Path) -> list[str]:
@@ -51,7 +51,7 @@ def test_no_thread_before_the_first_job_and_none_after_close(tmp_path: Path) -> 
     background = Writer()
     assert background.flush(0)
     assert set(threading.enumerate()) == before
-    background.submit(job(tmp_path))
+    background.submit(*job(tmp_path))
     (thread,) = set(threading.enumerate()) - before
     assert background.close(30)
     thread.join(30)
@@ -63,9 +63,9 @@ def test_a_bad_job_does_not_stop_the_next_one(tmp_path: Path, caplog: pytest.Log
     background = Writer()
     (tmp_path / "file").touch()
     (tmp_path / "raw").write_bytes(b"x")
-    background.submit(Artifact(tmp_path / "missing", tmp_path / "a.gz"))
-    background.submit(Artifact(tmp_path / "raw", tmp_path / "file" / "b.gz"))
-    background.submit(job(tmp_path))
+    background.submit(tmp_path / "missing", tmp_path / "a.gz")
+    background.submit(tmp_path / "raw", tmp_path / "file" / "b.gz")
+    background.submit(*job(tmp_path))
     assert background.flush(30)
     assert gzip.decompress((tmp_path / "t.bin.gz").read_bytes()) == b"data"
     assert "a.gz is lost: its raw file was not written" in caplog.text
@@ -81,7 +81,7 @@ def test_a_full_disk_keeps_the_trace_uncompressed(
 
     monkeypatch.setattr(writer, "publish", full)
     background = Writer()
-    background.submit(job(tmp_path, "t.pt.trace.json.gz", b"whole"))
+    background.submit(*job(tmp_path, "t.pt.trace.json.gz", b"whole"))
     assert background.flush(30)
     assert listing(tmp_path) == ["t.pt.trace.json"]
     assert (tmp_path / "t.pt.trace.json").read_bytes() == b"whole"
@@ -90,7 +90,7 @@ def test_a_full_disk_keeps_the_trace_uncompressed(
 
 def test_half_a_trace_is_removed_and_said_to_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     background = Writer()
-    background.submit(job(tmp_path, "t.pt.trace.json.gz", b'{"traceEvents": [{'))
+    background.submit(*job(tmp_path, "t.pt.trace.json.gz", b'{"traceEvents": [{'))
     assert background.flush(30)
     assert listing(tmp_path) == []
     assert "t.pt.trace.json.gz is lost" in caplog.text
@@ -99,7 +99,7 @@ def test_half_a_trace_is_removed_and_said_to_be_lost(tmp_path: Path, caplog: pyt
 def test_what_kineto_left_on_a_full_disk_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = raw_path(tmp_path / "t.pt.trace.json.gz")
     Path(f"{raw}.tmp").write_bytes(b"x" * 1000)
-    Writer().submit(Artifact(raw, tmp_path / "t.pt.trace.json.gz"))
+    Writer().submit(raw, tmp_path / "t.pt.trace.json.gz")
     assert listing(tmp_path) == []
     assert "is the disk full" in caplog.text
 
@@ -115,13 +115,13 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
 
     monkeypatch.setattr(writer, "_remove", slow)
     background = Writer()
-    background.submit(job(tmp_path, "a.bin.gz"))
+    background.submit(*job(tmp_path, "a.bin.gz"))
     assert removing.wait(30)
     seen: list[str] = []
 
     def train() -> None:
         background.run(lambda: seen.extend(listing(tmp_path)))
-        background.submit(job(tmp_path, "b.bin.gz"))
+        background.submit(*job(tmp_path, "b.bin.gz"))
 
     training = threading.Thread(target=train, daemon=True)
     training.start()
@@ -136,7 +136,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
 
 def test_flush_names_what_is_not_finished(tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture) -> None:
     background = Writer()
-    background.submit(job(tmp_path))
+    background.submit(*job(tmp_path))
     assert not background.flush(0.01)
     assert f"not finished within 0 s: {tmp_path}/t.bin.gz" in caplog.text
     stuck()
@@ -148,8 +148,8 @@ def test_what_is_not_finished_at_the_end_is_kept_whole(
     tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     background = Writer()
-    background.submit(job(tmp_path, "a.bin.gz", b"one"))
-    background.submit(job(tmp_path, "b.bin.gz", b"two"))
+    background.submit(*job(tmp_path, "a.bin.gz", b"one"))
+    background.submit(*job(tmp_path, "b.bin.gz", b"two"))
     assert not background.close(0.01)
     assert {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)} == {"a.bin": b"one", "b.bin": b"two"}
     assert "a.bin, uncompressed" in caplog.text
@@ -161,7 +161,7 @@ def test_a_fault_in_a_task_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     background = Writer()
     background.run(broken)
-    background.submit(job(tmp_path))
+    background.submit(*job(tmp_path))
     assert background.flush(30)
     assert "no" in caplog.text
     assert listing(tmp_path) == ["t.bin.gz"]
@@ -170,7 +170,7 @@ def test_a_fault_in_a_task_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_flush_in_a_signal_handler_in_the_middle_of_submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What SIGTERM does: the training thread holds the writer's lock and flushes."""
     background = Writer()
-    background.submit(job(tmp_path, "a.gz"))
+    background.submit(*job(tmp_path, "a.gz"))
     with background._idle:
         assert background.flush(30)
     assert listing(tmp_path) == ["a.gz"]
@@ -184,7 +184,7 @@ def test_without_a_thread_the_caller_writes(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     background = Writer()
-    background.submit(job(tmp_path))
+    background.submit(*job(tmp_path))
     assert not background.pending
     assert listing(tmp_path) == ["t.bin.gz"]
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -194,7 +194,7 @@ FORK = """
 import os, sys, threading, time
 from pathlib import Path
 from megaprof.artifacts import writer
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.formats.names import raw_path
 
 directory = Path(sys.argv[1])
@@ -205,7 +205,7 @@ background = Writer()
 final = directory / "t.gz"
 raw = raw_path(final)
 raw.write_bytes(b"data")
-background.submit(Artifact(raw, final))
+background.submit(raw, final)
 background._idle.acquire()  # the fork comes at the worst moment: the lock is held
 child = os.fork()
 if child == 0:
@@ -214,7 +214,7 @@ if child == 0:
     raw_path(own).write_bytes(b"child")
     flushed = background.flush(0) and background.close(0)  # nothing is pending here
     gate.set()
-    background.submit(Artifact(raw_path(own), own))
+    background.submit(raw_path(own), own)
     os._exit(0 if flushed and background.flush(30) and not final.exists() else 1)
 background._idle.release()
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

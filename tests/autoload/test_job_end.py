@@ -13,7 +13,7 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.artifacts import writer
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.autoload import arming, ray
 from megaprof.autoload.arming import environment
 from megaprof.formats.names import raw_path
@@ -34,10 +34,10 @@ def job_in(directory: Path, seconds: int = 0) -> ProfileConfig:
     return ProfileConfig(target=("train_actor",), dir=str(directory), flush_seconds=seconds)
 
 
-def handed_over(directory: Path, name: str) -> Artifact:
+def handed_over(directory: Path, name: str) -> tuple[Path, Path]:
     raw = raw_path(directory / name)
     raw.write_bytes(b"data")
-    return Artifact(raw, directory / name)
+    return raw, directory / name
 
 
 def test_the_end_of_a_job_waits_until_the_last_file_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_the_end_of_a_job_waits_until_the_last_file_is_done(tmp_path: Path, monk
     def derive() -> None:
         order.append("between")
         second.wait(30)
-        background.finish(handed_over(tmp_path, "b.json"))
+        background.finish(*handed_over(tmp_path, "b.json"))
 
     second = threading.Event()
     monkeypatch.setattr(writer, "publish", late)
-    background.submit(handed_over(tmp_path, "a.json"))
+    background.submit(*handed_over(tmp_path, "a.json"))
     background.run(derive)
     waiting = threading.Thread(target=lambda: (ray.wait(job_in(tmp_path, 30), time.time()), order.append("waited")))
     waiting.start()
@@ -77,7 +77,7 @@ def test_it_gives_up_and_says_what_is_missing(tmp_path: Path, caplog: pytest.Log
 
 
 def test_files_of_other_jobs_are_not_waited_for(tmp_path: Path) -> None:
-    old = handed_over(tmp_path, "a.json").raw
+    old, _ = handed_over(tmp_path, "a.json")
     os.utime(old, (1e9, 1e9))
     (tmp_path / ".hidden").touch()  # somebody else's
     assert ray.wait(job_in(tmp_path), time.time())

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.formats import names
 from megaprof.formats.names import (
     ArtifactName,
@@ -147,7 +147,7 @@ def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None
     leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")
     leftover.touch()
     writer = Writer()
-    writer.submit(Artifact(raw_path(final), final))
+    writer.submit(raw_path(final), final)
     assert writer.close(60)
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("ranks001024-002047", final.name)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
 from megaprof.autoload.install import install_hooks
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import known_tools
@@ -90,7 +90,7 @@ class NoteTaker:
         final = self._directory / f"{window.target}.{window.step}.note"
         raw = raw_path(final)
         raw.write_text(metadata["schedule"])
-        self._writer.submit(Artifact(raw, final))
+        self._writer.submit(raw, final)
 
     def discard(self) -> None:
         pass
