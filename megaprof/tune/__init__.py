@@ -214,38 +214,38 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)
 
 
-def sentence(tuning: Tuning) -> str:
+def sentence(tuned: Tuning) -> str:
     """Returns the outcome, as text."""
-    result = tuning.result
-    if result is None and tuning.measured:
+    result = tuned.result
+    if result is None and tuned.measured:
         return "No trial keeps the limit of memory."
     if result is None:
-        return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
+        return f"The command could not be measured: {tuned.reason or 'its first trial has not run yet'}"
     inside, compared = result.as_predicted
     agreement = f"; {inside} of {counted(compared, 'prediction')} inside the interval" * (compared > 0)
-    if result.command == tuning.command:
+    if result.command == tuned.command:
         if not compared:
             return "Nothing gained: no other layout was tried."
-        tried = counted(len(tuning.measured), "layout")
+        tried = counted(len(tuned.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{agreement}."
-    return f"{words.speedup(result.speedup)} times as fast: {tuning.trials[result.trial - 1].what}{agreement}."
+    return f"{words.speedup(result.speedup)} times as fast: {tuned.trials[result.trial - 1].what}{agreement}."
 
 
-def stopped(tuning: Tuning) -> str | None:
+def stopped(tuned: Tuning) -> str | None:
     """Returns why there are no more trials; None while there are."""
-    if tuning.stopped == "trials_spent":
-        spent = f"All {counted(tuning.most_trials, 'trial')} are spent"
+    if tuned.stopped == "trials_spent":
+        spent = f"All {counted(tuned.most_trials, 'trial')} are spent"
         return f"{spent}, and another layout is predicted to be faster still."
-    if tuning.stopped != "nothing_left":
+    if tuned.stopped != "nothing_left":
         return None
-    return words.sentence(tuning.reason or "no other layout is surely 2 % faster")
+    return words.sentence(tuned.reason or "no other layout is surely 2 % faster")
 
 
-def trials(tuning: Tuning) -> TableView:
+def trials(tuned: Tuning) -> TableView:
     """Returns a row for every trial, without the columns that are empty for all of them."""
-    first_step = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
+    first_step = next((trial.step_ms for trial in tuned.measured if trial.proposal is None), None)
     rows = []
-    for trial in tuning.trials:
+    for trial in tuned.trials:
         proposal, speedup = trial.proposal, words.ABSENT
         if proposal and first_step and trial.step_ms:
             speedup = words.speedup(first_step.over(trial.step_ms, RERUN))
@@ -269,10 +269,10 @@ def trials(tuning: Tuning) -> TableView:
     return table("trials", [{column: cells[column] for column in cells if column in filled} for cells in rows])
 
 
-def command_line(tuning: Tuning) -> str | None:
+def command_line(tuned: Tuning) -> str | None:
     """Returns the best command, for a shell; None if the given one is the best."""
-    result = tuning.result
-    return None if result is None or result.command == tuning.command else shlex.join(result.command)
+    result = tuned.result
+    return None if result is None or result.command == tuned.command else shlex.join(result.command)
 
 
 def most(memory: tuple[int, ...] | None) -> str:
@@ -280,46 +280,46 @@ def most(memory: tuple[int, ...] | None) -> str:
     return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
 
 
-def show(tuning: Tuning, console: Console) -> None:
+def show(tuned: Tuning, console: Console) -> None:
     heading(console, "Tuning")
-    show_table(console, trials(tuning))
-    show_warnings(console, failures(tuning))
-    for line in assumed(tuning):
+    show_table(console, trials(tuned))
+    show_warnings(console, failures(tuned))
+    for line in assumed(tuned):
         console.print(text(line))
-    best = tuning.best
-    console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
-    if (reason := stopped(tuning)) is not None:
+    best = tuned.best
+    console.print(text(sentence(tuned), "green" if best is not None else "bold red"))
+    if (reason := stopped(tuned)) is not None:
         console.print(text(reason))
-    if (command := command_line(tuning)) is not None:
+    if (command := command_line(tuned)) is not None:
         console.print(text("  " + command), soft_wrap=True)
 
 
-def failures(tuning: Tuning) -> list[str]:
+def failures(tuned: Tuning) -> list[str]:
     """Returns a line for each trial that was not measured, with the reason, unless `sentence` says it."""
-    failed = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
+    failed = [trial for trial in tuned.trials if trial.why and trial.why != tuned.reason]
     return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in failed]
 
 
-def assumed(tuning: Tuning) -> list[str]:
+def assumed(tuned: Tuning) -> list[str]:
     """Returns a line for each assumption of the predictions that were tried, with the trials that it concerns."""
     trials_by_clause: dict[str, list[str]] = {}
-    for trial in tuning.trials:
+    for trial in tuned.trials:
         for clause in trial.proposal.assumes if trial.proposal and trial.again is None else ():
             trials_by_clause.setdefault(clause, []).append(trial.what)
     return [f"{' / '.join(names)}: assumes that {clause}." for clause, names in trials_by_clause.items()]
 
 
-def page(tuning: Tuning) -> str:
+def page(tuned: Tuning) -> str:
     """Returns a tuning as one HTML file that loads nothing and runs no script."""
     template = environment("megaprof.tune", "megaprof.analysis.report").get_template("tuning.html")
     return template.render(
-        tuning=tuning,
-        sentence=sentence(tuning),
-        stopped=stopped(tuning),
-        command=command_line(tuning),
-        trials=trials(tuning),
-        failures=failures(tuning),
-        assumed=assumed(tuning),
+        tuning=tuned,
+        sentence=sentence(tuned),
+        stopped=stopped(tuned),
+        command=command_line(tuned),
+        trials=trials(tuned),
+        failures=failures(tuned),
+        assumed=assumed(tuned),
         about=[date(time.time()), f"megaprof {__version__}"],
         css=Markup(static("report.css")),
     )
