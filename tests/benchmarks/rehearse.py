@@ -7,15 +7,19 @@ given time, or compute. What it would do on all its ranks is predicted from its 
 its ranks run. So do the layout that the rehearsal calls best, and the ``--others`` that it predicts to be fast.
 
 A job's ranks are to have the same machine in both. GPUs share nothing that passes need, but two cores share a cache and
-memory: while a stage of layers that compute is rehearsed, so is the other one, and both begin each step together. Four
-ranks share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
+memory, and both have other users. So where layers compute, the stages of a layout run alone side by side, and they and
+the real jobs take turns of a few steps, in another order each time. Nothing else runs there: what keeps cores awake
+takes its part of them from ranks without real-time priority, whose sessions Linux weighs alike (autogroups). Four ranks
+share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
 
 The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
-(wanted: within 0.05); ``inside``, how many of these real steps are in their intervals (wanted: 9 of 10); ``order``,
-whether the layouts are as fast as each other in the predicted order, where they differ by more than 2 %; ``part``, the
-fastest real step as a part of that of the rehearsal's best layout (wanted: at least 0.98); ``memory``, the largest
-difference in GiB where memory is counted. Together: ``worst`` error and part, how many are ``inside``, and of how many.
-``load`` is the machine's at the start and at the end.
+(wanted: within 0.05); where they take turns, the median over turns, with its 90 % interval in ``between``, and in
+``turns`` how far apart the quickest and the slowest turn of each real job are, as a part of the median. ``inside``, how
+many of these real steps are in their intervals (wanted: 9 of 10); ``order``, whether the layouts are as fast as each
+other in the predicted order, where they differ by more than 2 %; ``part``, the fastest real step as a part of that of
+the rehearsal's best layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted.
+Together: ``worst`` error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start and
+at the end.
 """
 
 from __future__ import annotations
@@ -23,18 +27,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
+import numpy as np
+
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.samples import Interval, errors_of_mean
+from megaprof.analysis.samples import CERTAIN, MANY, Floats
+from megaprof.analysis.what_if.contents import Held
+from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.rehearse import rehearsal
 from megaprof.rehearse.pipeline import Stage, record
 from megaprof.rehearse.rehearsal import Rehearsal
@@ -44,7 +55,9 @@ from tests.benchmarks.cores import awake, real_time
 from tests.benchmarks.tune import ENV, RANKS
 from tests.tune import job
 
-TIME_LIMIT, GIB = 300.0, 1 << 30
+TIME_LIMIT, GIB = 600.0, 1 << 30
+Alone: TypeAlias = Callable[[list[str], Path, int, int, int], Stage]
+Run: TypeAlias = Callable[[list[str], Path, int, int], tuple[Floats, tuple[int, ...] | None]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Case:
     words: tuple[str, ...] = ()
     stages: int = 2
     tp: int = 1
+    others: tuple[str, ...] = ()
+    """Layouts that take turns with this one, if its layers compute."""
 
     @property
     def command(self) -> list[str]:
@@ -65,6 +80,10 @@ class Case:
             *self.words,
         ]
 
+    def changed(self, flags: Sequence[str], layout: str | None) -> list[str]:
+        """The command with other flags; those of no layout leave it."""
+        return with_layout(self.command, flags, None, None, self.stages) if layout else [*self.command, *flags]
+
 
 _LONG = ("--layer-ms", "30", "60")
 CASES = {
@@ -73,7 +92,9 @@ CASES = {
     "2 stages, tp=2": Case("Ettttt|tttL", tp=2),
     "4 stages, heavy loss": Case("Ett|tt|tt|ttL", (*_LONG, "--loss-ms", "75", "51"), stages=4),
     "4 stages, uneven": Case("Ettttt|t|t|tL", (*_LONG, "--memory", "2", "1"), stages=4),
-    "2 stages, computing": Case("Etttt|ttL", ("--compute", "--hidden-size", "512")),
+    "2 stages, computing": Case(
+        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "Ett|tt|tt|ttL")
+    ),
 }
 
 
@@ -81,12 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run (default: 8)")
+    parser.add_argument("--turns", type=int, default=8, help="turns of 3 steps, where layers compute (default: 8)")
     parser.add_argument("--others", type=int, default=2, help="layouts that run beside (default: 2)")
     parser.add_argument("--out", type=Path, default=None, help="keep the files there")
     options = parser.parse_args()
     os.environ.update(ENV)
     load, begin = os.getloadavg()[0], time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary, awake():
+    with tempfile.TemporaryDirectory() as temporary:
         out = options.out or Path(temporary)
         found = {name: _case(CASES[name], out / str(at), options) for at, name in enumerate(options.only)}
     cases = [*found.values()]
@@ -101,60 +123,143 @@ def main() -> None:
 
 
 def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    if not case.others:
+        real_time()
+        with awake():
+            return _compared(case, out, options.steps, options.others, record, _run)
+    real_time(False)
+    steps = options.turns * job.TURN
+    with _in_turns(case, out / "turns", steps) as (alone, run):
+        return _compared(case, out, steps, options.others, alone, run)
+
+
+def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run: Run) -> dict[str, Any]:
     words, world = case.command, case.stages * case.tp
-    real_time("--compute" not in words)
-    alone = _beside if "--compute" in words else record
     with patch.object(rehearsal, "record", alone):
-        made, _ = rehearsal.rehearsed(
-            words, [sys.executable, *words], out, world, steps=options.steps, links={}, per_host=world
+        made, report = rehearsal.rehearsed(
+            words, [sys.executable, *words], out, world, steps=steps, links={}, per_host=world
         )
-    real, memory = _run(words, out / "real", world, options.steps)
-    print(f"{case.layout}: {made.step_ms}, really {real}", file=sys.stderr, flush=True)
-    both = {"as given": (made.step_ms, real)}
+    lengths, memory = run(words, out / "real", world, steps)
+    print(f"{case.layout}: {made.step_ms}, really {lengths.mean():.0f}", file=sys.stderr, flush=True)
+    both = {"as given": (made.step_ms, lengths)}
     fits = [each for each in made.what_if.candidates if each.flags and each.layout and each.fits is not False]
     tried = [*filter(None, [made.best]), *(each for each in fits if each != made.best)]
-    for number, each in enumerate(tried[: options.others]):
-        others_words = with_layout(words, each.flags, None, None, case.stages)
-        ran, _ = _run(others_words, out / f"real-{number}", world, options.steps)
-        both[each.layout or ""] = each.step_ms, ran
-        print(f"  {each.layout}: {each.step_ms}, really {ran}", file=sys.stderr, flush=True)
-    times = {layout: ran.value for layout, (_, ran) in both.items()}
-    by_prediction = [ran.value for _, ran in sorted(both.values(), key=lambda each: each[0].value)]
-    return {
+    for number, each in enumerate(tried[:others]):
+        ran, _ = run(case.changed(each.flags, each.layout), out / f"real-{number}", world, steps)
+        both[each.layout or each.kind] = each.step_ms, ran
+        print(f"  {each.layout}: {each.step_ms}, really {ran.mean():.0f}", file=sys.stderr, flush=True)
+    # What turns of the real jobs took on a machine as quick as it was, on average, for the rehearsal.
+    (predicted,) = report.by_hand
+    if predicted is None:
+        raise SystemExit(f"{case.layout}: {report.targets[0].what_if.warnings}")
+    of_turns = _by_turn(predicted.baseline.length[-steps:], case)
+    turns = {name: _by_turn(ran, case) * of_turns.mean() / of_turns for name, (_, ran) in both.items()}
+    times = {name: float(np.median(took)) for name, took in turns.items()}
+    by_prediction = [times[name] for name in sorted(both, key=lambda each: both[each][0].value)]
+    best = made.best and (made.best.layout or made.best.kind)
+    found = {
         "predicted": [round(number) for number in (made.step_ms.low, made.step_ms.value, made.step_ms.high)],
-        "real": round(real.value),
-        "error": [round(step.value / ran.value - 1, 4) for step, ran in both.values()],
-        "inside": sum(step.holds(ran.value) for step, ran in both.values()),
+        "real": round(times["as given"]),
+        "error": [round(step.value / times[name] - 1, 4) for name, (step, _) in both.items()],
+        "inside": sum(step.holds(times[name]) for name, (step, _) in both.items()),
         "order": all(one < 1.02 * other for one, other in pairwise(by_prediction)),
-        "part": round(min(times.values()) / times[made.best.layout or "" if made.best else "as given"], 4),
+        "part": round(min(times.values()) / times[best or "as given"], 4),
         "memory": _memory(made, memory),
     }
-
-
-def _beside(command: list[str], directory: Path, rank: int, world: int, steps: int) -> Stage:
-    """`record`, while the other ranks are recorded, too."""
-    in_step = directory.parent / f"{directory.name}-in-step"
-    in_step.mkdir(parents=True)
-    words = [*command, "--in-step", str(in_step.absolute())]
-    with ThreadPoolExecutor() as pool:
-        places = [
-            directory if each == rank else directory.parent / f"{directory.name}-beside{each}" for each in range(world)
+    if case.others:
+        draws = np.random.default_rng(0).integers(0, len(of_turns), (MANY, len(of_turns)))
+        ends = ((1.0 - CERTAIN) / 2.0, (1.0 + CERTAIN) / 2.0)
+        medians = {name: np.median(took[draws], axis=1) for name, took in turns.items()}
+        found["between"] = [
+            [round(end, 4) for end in np.quantile(step.value / medians[name] - 1, ends).tolist()]
+            for name, (step, _) in both.items()
         ]
-        stages = [pool.submit(record, words, place, each, world, steps) for each, place in enumerate(places)]
-        return stages[rank].result()
+        raw = [_by_turn(ran, case) for _, ran in both.values()]
+        found["turns"] = [round(float(np.ptp(took) / np.median(took)), 4) for took in raw]
+    return found
 
 
-def _run(words: list[str], place: Path, world: int, steps: int) -> tuple[Interval, tuple[int, ...] | None]:
-    """Returns the average of the last ``steps`` steps, and the bytes that stages had allocated. Steps before these take
-    longer, and not always by enough to be left out of a report."""
+def _by_turn(lengths: Floats, case: Case) -> Floats:
+    """The average step of each turn; all steps are one where a job has the machine for itself."""
+    means: Floats = lengths.reshape(-1, job.TURN if case.others else len(lengths)).mean(axis=1)
+    return means
+
+
+@contextmanager
+def _in_turns(case: Case, out: Path, steps: int) -> Iterator[tuple[Alone, Run]]:
+    """Starts the job with each of its layouts, and the stages alone of those that a rehearsal runs, which take turns.
+    Yields functions that wait for them, in place of `record` and `_run`."""
+    begun: dict[tuple[tuple[str, ...], int | None], Future[Any]] = {}
+    world, turns = case.stages * case.tp, 1 + steps // job.TURN
+    over = dict[Path, int]()  # by the place of those that take a turn together, how many turns they have
+
+    def place_of(words: list[str], turns: int) -> tuple[list[str], Path]:
+        place = (out / str(len(over))).absolute()
+        place.mkdir(parents=True)
+        for name in ("over", *map(str, range(world))):
+            os.mkfifo(place / name)
+        over[place] = turns
+        return [*words, "--turns", str(place)], place
+
+    def alone(words: list[str], place: Path, rank: int, world: int, steps: int) -> Stage:
+        other = begun.get(((*words[1:],), rank))
+        return other.result() if other else record(words, place, rank, world, steps)
+
+    def run(words: list[str], place: Path, world: int, steps: int) -> tuple[Floats, tuple[int, ...] | None]:
+        other = begun.get(((*words,), None))
+        return other.result() if other else _run(words, place, world, steps)
+
+    with ThreadPoolExecutor(64) as pool:
+        for layout in (case.layout, *case.others):
+            pieces = parse_layout(layout, case.stages)
+            flags = Held(pieces, ("dense",) * layout.count("t"), case.stages).flags(pieces)
+            words = case.command if layout == case.layout else case.changed(flags, layout)
+            taking, place = place_of(words, turns)
+            begun[(*words,), None] = pool.submit(_run, taking, place / "files", world, steps)
+            if layout == case.layout or len(pieces) > case.stages:  # a rehearsal runs its stages
+                # Two more turns: with the profiler, and one in which its files are finished, and the process ends.
+                taking, place = place_of(words, turns + 2)
+                for rank in range(world):
+                    files = place / f"files{rank}"
+                    begun[(*words,), rank] = pool.submit(record, [sys.executable, *taking], files, rank, world, steps)
+        taken = pool.submit(_take_turns, over, world)
+        yield alone, run
+        taken.result()
+
+
+def _take_turns(turns: Mapping[Path, int], world: int) -> None:
+    """Gives those at each place their turns, in another order each time, once all are ready."""
+    names = "over", *map(str, range(world))
+    pipes = {place: [os.open(place / name, os.O_RDWR) for name in names] for place in turns}
+
+    def wait_for(place: Path) -> None:
+        for _ in range(world):
+            if not select.select(pipes[place][:1], [], [], TIME_LIMIT)[0]:
+                raise TimeoutError(f"{place} did not end its turn")
+            os.read(pipes[place][0], 1)
+
+    for place in turns:
+        wait_for(place)
+    random, last = np.random.default_rng(0), max(turns.values()) - 1
+    for turn in range(last + 1):
+        places = [place for place, count in turns.items() if turn < count]
+        for place in (places[at] for at in random.permutation(len(places))):
+            for pipe in pipes[place][1:]:
+                os.write(pipe, b".")
+            if turn < last:
+                wait_for(place)
+
+
+def _run(words: list[str], place: Path, world: int, steps: int) -> tuple[Floats, tuple[int, ...] | None]:
+    """Returns the milliseconds of the last ``steps`` steps, and the bytes that stages had allocated. Steps before these
+    take longer, and not always by enough to be left out of a report."""
     place.mkdir(parents=True)
     trial.run([*RANKS, str(world), *words], place.absolute(), steps, TIME_LIMIT)
     report = analyze(place)
     (run,) = report.by_hand
     if run is None:
         raise SystemExit(f"{place}: {report.targets[0].what_if.warnings}")
-    lengths = run.baseline.length[-steps:]
-    return Interval.of(float(lengths.mean()), draws=errors_of_mean(lengths)), report.targets[0].what_if.allocated
+    return run.baseline.length[-steps:], report.targets[0].what_if.allocated
 
 
 def _memory(made: Rehearsal, real: tuple[int, ...] | None) -> float | None:

@@ -4,8 +4,8 @@ Layers and the output layer take a given time in each pass, most of which they w
 a step is the same on any machine, however many stages share its cores. With ``--compute``, layers compute. With
 ``--memory`` what stands for torch's allocator counts a given size for each layer, and for each of its activations as
 they come and go. With ``--second-fails`` the last rank ends the second trial with an error, once some steps are made,
-while the others wait. With ``--in-step DIR`` ranks that are rehearsed side by side, without process groups, begin each
-step together.
+while the others wait. With ``--turns DIR`` a rank waits before every third step until it is its turn: it writes a byte
+to the pipe ``DIR/over`` and reads one from the pipe that is named for it.
 
 ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ from megaprof.testing.faults import layers, pace
 
 #: Milliseconds of a layer's forward and of its backward.
 LAYER = (10.0, 20.0)
+#: Steps of a turn.
+TURN = 3
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--refuse")  # a layout in which it runs out of memory
     parser.add_argument("--second-fails", action="store_true")
-    parser.add_argument("--in-step", type=Path)
+    parser.add_argument("--turns", type=Path)
+    parser.add_argument("--overlap-p2p-communication-warmup-flush", action="store_true")
     args = parser.parse_args()
     if args.save is not None:
         (args.save / "checkpoint").write_text("overwritten")
@@ -77,6 +79,7 @@ def main() -> None:
         microbatches=args.global_batch_size // replicas,
         hidden=args.hidden_size,
         seq_length=128 if args.compute else 16,
+        options={"overlap_p2p_comm_warmup_flush": args.overlap_p2p_communication_warmup_flush},
     )
     with cpu_megatron():
         gpt = build(workload)
@@ -90,10 +93,11 @@ def main() -> None:
         for step in range(args.train_iters):
             if second and step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 sys.exit("error: no space left for the cache of the data set")
-            if args.in_step is not None:
-                (args.in_step / f"{torch.distributed.get_rank()}-{step}").touch()
-                while len(list(args.in_step.glob(f"*-{step}"))) < torch.distributed.get_world_size():
-                    time.sleep(0.001)
+            if args.turns is not None and step % TURN == 0:
+                with (args.turns / "over").open("wb", buffering=0) as over:
+                    over.write(b".")
+                with (args.turns / str(torch.distributed.get_rank())).open("rb", buffering=0) as turn:
+                    turn.read(1)
             gpt.train_step(schedules.get_forward_backward_func())
             torch.distributed.barrier()  # Megatron-LM reduces the norm of gradients over all stages
 
