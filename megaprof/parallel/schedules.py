@@ -323,11 +323,20 @@ def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     return tuple(PassId("backward", last_chunk - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
+_SPLIT_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+
+
 def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
     """Returns what ``stage`` runs, in order. The passes of one turn run as one: the turn begins when all their inputs
     are there, and their results are there when it ends."""
     if schedule.name in SPLIT_SCHEDULES:
-        return _split_turns(schedule, stage)
+        order = {"zb_h1": _zb_h1, "zbv": _zbv, "dualpipev": _dualpipev}[schedule.name]
+        count, made = Counter[str](), list[tuple[PassId, ...]]()
+        for turn in order(schedule.stages, schedule.microbatches, stage):
+            names = turn.split()  # each has the next microbatch of its kind and chunk
+            made.append(tuple(PassId(_SPLIT_KINDS[name[0]], int(name[1:]), count[name]) for name in names))
+            count.update(names)
+        return [turn for turn in made if turn[0].microbatch < schedule.microbatches]
     forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
     warmup = schedule.warmup(stage)
     steady = zip(forwards[warmup:], backwards, strict=False)
@@ -336,20 +345,6 @@ def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
         *(steady if schedule.combined else ((pass_id,) for pair in steady for pass_id in pair)),
         *((pass_id,) for pass_id in backwards[len(forwards) - warmup :]),
     ]
-
-
-_SPLIT_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
-
-
-def _split_turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
-    """Returns `turns` of one of `SPLIT_SCHEDULES`. Each pass has the next microbatch of its kind and chunk."""
-    order = {"zb_h1": _zb_h1, "zbv": _zbv, "dualpipev": _dualpipev}[schedule.name]
-    count, made = Counter[str](), list[tuple[PassId, ...]]()
-    for turn in order(schedule.stages, schedule.microbatches, stage):
-        names = turn.split()
-        made.append(tuple(PassId(_SPLIT_KINDS[name[0]], int(name[1:]), count[name]) for name in names))
-        count.update(names)
-    return [turn for turn in made if turn[0].microbatch < schedule.microbatches]
 
 
 def _zb_h1(stages: int, microbatches: int, stage: int) -> list[str]:
