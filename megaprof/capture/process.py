@@ -17,7 +17,6 @@ from megaprof.capture.bounds import DeviceWait
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.recorders.loop import Parts
 from megaprof.runtime.background import Background
-from megaprof.runtime.isolation import in_full
 from megaprof.runtime.patching import Patches
 
 if TYPE_CHECKING:
@@ -109,9 +108,10 @@ class Process:
         if self.window is not None and self.window.owner is session:
             self.asked.append((partial(self.dispatcher.cut, reason), True))
 
-    def abandon(self) -> None:
-        """Stops all recording after a fault. Can be run twice."""
-        in_full(*(session.abandon for session in self.sessions))
+    def drop(self) -> None:
+        """Switches off the sessions that a fault may have touched (`Dispatcher.drop`). Can be run twice."""
+        if self.sessions:
+            self.dispatcher.drop()
 
 
 process = Process()

@@ -70,14 +70,14 @@ def begin_work(
     session: Any = None
     opened: Range | None = None
     if message is not None and role is not None and current().role != role:
-        with Contained("opening a window", process.abandon):
+        with Contained("opening a window", process.drop):
             # The session of this role, or else of any role, or else the first one.
             by_role = {each.role: each for each in reversed(process.sessions)}
             owner = by_role.get(role) or by_role.get(None) or next(iter(process.sessions), None)
             session = owner if owner is not None and owner.begin_work(role) else None
     window = process.window
     if process.recording:
-        with Contained("opening a range", process.abandon):
+        with Contained("opening a range", process.drop):
             from megaprof.formats.ranges import annotation_range, role_range
             from megaprof.recorders.emit import Range
 

@@ -19,6 +19,8 @@ from megaprof import ProfileConfig, annotate, install_hooks, role
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import roles
 from megaprof.capture.process import process
+from megaprof.recorders import emit
+from megaprof.recorders.torch_profiler import TorchRecorder
 
 
 class Policy:
@@ -276,3 +278,41 @@ def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytes
         "critic/block",
         "critic",
     ]
+
+
+def test_a_fault_of_ours_in_a_backward_stops_no_recorder_there(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopping Kineto inside the autograd engine can crash the process."""
+    inside: list[bool] = []
+
+    @annotate
+    def annotated() -> None:
+        inside.append(process.dispatcher.inside is not None)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("ours")
+
+    def discard(recorder: TorchRecorder) -> None:
+        stopped.append(process.dispatcher.inside is not None)
+        discarded(recorder)
+
+    def hook(_: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(emit, "Range", broken)
+            annotated()
+
+    stopped, discarded = list[bool](), TorchRecorder.discard
+    monkeypatch.setattr(TorchRecorder, "discard", discard)
+    parameter = next(one_rank.chunks[0].parameters())
+    with install_hooks(one_rank.chunks, ProfileConfig(("train_actor",), str(tmp_path), schedule="0")) as handle:
+        watched = parameter.register_hook(hook)
+        try:
+            one_rank.train_step()
+        finally:
+            watched.remove()
+        assert not handle.active
+    assert set(inside) == {True}
+    assert stopped
+    assert not any(stopped)
+    assert find_traces(tmp_path) == []
