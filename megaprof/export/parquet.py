@@ -86,11 +86,9 @@ def export(
 
     Raises:
         Unanswerable: there is no step to export.
-        ValueError: ``out`` exists, or ``run`` is empty.
+        ValueError: ``out`` exists.
         OSError: ``out`` cannot be written.
     """
-    if run is not None and not run.strip():
-        raise ValueError(f"run={run!r} is no name")
     if out.exists():
         raise ValueError(f"{out} exists, and may hold steps that the timelines have lost since: name another file")
     paths = [source] if source.is_file() else sorted(recordings_in(source)[1].paths)

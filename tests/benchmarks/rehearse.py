@@ -69,7 +69,8 @@ class Case:
     stages: int = 2
     tp: int = 1
     others: tuple[str, ...] = ()
-    """Layouts that take turns with this one, if its layers compute."""
+    """Layouts that take turns with this one, if its layers compute; any other that a rehearsal advises runs by itself,
+    and its stages have no neighbour."""
 
     @property
     def command(self) -> list[str]:
@@ -93,7 +94,7 @@ CASES = {
     "4 stages, heavy loss": Case("Ett|tt|tt|ttL", (*_LONG, "--loss-ms", "75", "51"), stages=4),
     "4 stages, uneven": Case("Ettttt|t|t|tL", (*_LONG, "--memory", "2", "1"), stages=4),
     "2 stages, computing": Case(
-        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "Ett|tt|tt|ttL")
+        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "E|t|tt|tt|tt|tL")
     ),
 }
 
@@ -152,7 +153,7 @@ def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run:
     (predicted,) = report.by_hand
     if predicted is None:
         raise SystemExit(f"{case.layout}: {report.targets[0].what_if.warnings}")
-    of_turns = _by_turn(predicted.baseline.length[-steps:], case)
+    of_turns = _by_turn(predicted.baseline.length, case)
     turns = {name: _by_turn(ran, case) * of_turns.mean() / of_turns for name, (_, ran) in both.items()}
     times = {name: float(np.median(took)) for name, took in turns.items()}
     by_prediction = [times[name] for name in sorted(both, key=lambda each: both[each][0].value)]
@@ -180,9 +181,10 @@ def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run:
 
 
 def _by_turn(lengths: Floats, case: Case) -> Floats:
-    """The average step of each turn; all steps are one where a job has the machine for itself."""
-    means: Floats = lengths.reshape(-1, job.TURN if case.others else len(lengths)).mean(axis=1)
-    return means
+    """The average step of each turn; all steps are one where a job has the machine for itself. The last turn of a stage
+    alone may be shorter: the step in which a profiler is prepared does not count."""
+    size = job.TURN if case.others else len(lengths)
+    return np.array([lengths[at : at + size].mean() for at in range(0, len(lengths), size)])
 
 
 @contextmanager
