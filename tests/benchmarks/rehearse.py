@@ -9,8 +9,8 @@ its ranks run. So do the layout that the rehearsal calls best, and the ``--other
 A job's ranks are to have the same machine in both. GPUs share nothing that passes need, but two cores share a cache and
 memory, and both have other users. So where layers compute, the stages of a layout run alone side by side, and they and
 the real jobs take turns of a few steps, in another order each time. Nothing else runs there: what keeps cores awake
-takes its part of them from ranks without real-time priority, whose sessions Linux weighs alike (autogroups). Four ranks
-share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
+may take its part of them from ranks without real-time priority, whose sessions Linux weighs alike (autogroups). Four
+ranks share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
 
 The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
 (wanted: within 0.05); where they take turns, the median over turns, with its 90 % interval in ``between``, and in
