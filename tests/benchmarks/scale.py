@@ -166,7 +166,7 @@ def select_and_name(ranks: int) -> dict[str, float]:
     """Every rank's own decision and name, as 16,384 processes make them; and all of them at once, as a report does."""
     world = layout(ranks)
     begin = time.perf_counter()
-    everybody = list(world)
+    everybody = [world.coords(rank) for rank in range(ranks)]
     coords = time.perf_counter() - begin
     begin = time.perf_counter()
     for text in SELECTIONS:
