@@ -13,13 +13,12 @@ may take its part of them from ranks without real-time priority, whose sessions 
 ranks share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
 
 The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
-(wanted: within 0.05); where they take turns, the median over turns, with its 90 % interval in ``between``, and in
-``turns`` how far apart the quickest and the slowest turn of each real job are, as a part of the median. ``inside``, how
-many of these real steps are in their intervals (wanted: 9 of 10); ``order``, whether the layouts are as fast as each
-other in the predicted order, where they differ by more than 2 %; ``part``, the fastest real step as a part of that of
-the rehearsal's best layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted.
-Together: ``worst`` error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start and
-at the end.
+(wanted: within 0.05); where they take turns, with its 90 % interval in ``between``, and in ``turns`` how far apart the
+quickest and the slowest turn of each real job are, as a part of the average. ``inside``, how many of these real steps
+are in their intervals (wanted: 9 of 10); ``order``, whether the layouts are as fast as each other in the predicted
+order, where they differ by more than 2 %; ``part``, the fastest real step as a part of that of the rehearsal's best
+layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted. Together: ``worst``
+error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start and at the end.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
 def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run: Run) -> dict[str, Any]:
     words, world = case.command, case.stages * case.tp
     with patch.object(rehearsal, "record", alone):
-        made, report = rehearsal.rehearsed(
+        made, _ = rehearsal.rehearsed(
             words, [sys.executable, *words], out, world, steps=steps, links={}, per_host=world
         )
     lengths, memory = run(words, out / "real", world, steps)
@@ -149,13 +148,7 @@ def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run:
         ran, _ = run(case.changed(each.flags, each.layout), out / f"real-{number}", world, steps)
         both[each.layout or each.kind] = each.step_ms, ran
         print(f"  {each.layout}: {each.step_ms}, really {ran.mean():.0f}", file=sys.stderr, flush=True)
-    # What turns of the real jobs took on a machine as quick as it was, on average, for the rehearsal.
-    (predicted,) = report.by_hand
-    if predicted is None:
-        raise SystemExit(f"{case.layout}: {report.targets[0].what_if.warnings}")
-    of_turns = _by_turn(predicted.baseline.length, case)
-    turns = {name: _by_turn(ran, case) * of_turns.mean() / of_turns for name, (_, ran) in both.items()}
-    times = {name: float(np.median(took)) for name, took in turns.items()}
+    times = {name: float(ran.mean()) for name, (_, ran) in both.items()}
     by_prediction = [times[name] for name in sorted(both, key=lambda each: both[each][0].value)]
     best = made.best and (made.best.layout or made.best.kind)
     found = {
@@ -168,23 +161,14 @@ def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run:
         "memory": _memory(made, memory),
     }
     if case.others:
-        draws = np.random.default_rng(0).integers(0, len(of_turns), (MANY, len(of_turns)))
         ends = ((1.0 - CERTAIN) / 2.0, (1.0 + CERTAIN) / 2.0)
-        medians = {name: np.median(took[draws], axis=1) for name, took in turns.items()}
-        found["between"] = [
-            [round(end, 4) for end in np.quantile(step.value / medians[name] - 1, ends).tolist()]
-            for name, (step, _) in both.items()
-        ]
-        raw = [_by_turn(ran, case) for _, ran in both.values()]
-        found["turns"] = [round(float(np.ptp(took) / np.median(took)), 4) for took in raw]
+        found["between"], found["turns"] = [], []
+        for step, ran in both.values():
+            turns = np.array([ran[at : at + job.TURN].mean() for at in range(0, len(ran), job.TURN)])
+            draws = np.random.default_rng(0).choice(turns, (MANY, len(turns))).mean(axis=1)
+            found["between"].append([round(end, 4) for end in np.quantile(step.value / draws - 1, ends).tolist()])
+            found["turns"].append(round(float(np.ptp(turns) / turns.mean()), 4))
     return found
-
-
-def _by_turn(lengths: Floats, case: Case) -> Floats:
-    """The average step of each turn; all steps are one where a job has the machine for itself. The last turn of a stage
-    alone may be shorter: the step in which a profiler is prepared does not count."""
-    size = job.TURN if case.others else len(lengths)
-    return np.array([lengths[at : at + size].mean() for at in range(0, len(lengths), size)])
 
 
 @contextmanager
