@@ -306,6 +306,6 @@ def _ends(pid: int, is_first: bool) -> None:
     rmtree(armed.marks, ignore_errors=True)
     if INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
-    reason = _REASONS[max((int(mark) for mark in marks), default=0)]
+    reason = _REASONS[max((int(mark) for mark in marks if mark.isdigit()), default=0)]
     processes = "this process" if marks == {str(progress)} else "this process, or those that it started here"
     logger.warning("megaprof: no hooks were installed in %s; nothing was captured: %s", processes, reason)

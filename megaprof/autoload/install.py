@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -130,13 +131,13 @@ def install_hooks(
     if not config.enabled or (config.steps_are_none and not config.listens):
         return handle
     owner = process.dispatcher.owner(None if models is None else tuple(map(innermost, models)))
-    if owner is not None:
-        if (owner.config, owner.role) != (config, role):
+    existing = None if owner is None else owner.handle
+    if isinstance(existing, Handle):
+        if (existing.config, existing.role) != (config, role):
             raise ValueError(
                 "install_hooks: this model has hooks with another configuration; remove() their handle first"
             )
-        existing: Handle = owner.handle
-        if not (pipeline and moved(owner.coords)):
+        if not (pipeline and existing._session is not None and moved(existing._session.coords)):
             return existing
         existing.remove()
     _require("torch")
@@ -154,7 +155,7 @@ def install_hooks(
         config,
         this_rank,
         writer,
-        directory,
+        os.path.join(directory, this_rank.folder),
         role=role,
         numbers=partial(registry.numbers, given=iteration),
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),

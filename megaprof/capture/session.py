@@ -21,7 +21,7 @@ from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
-from megaprof.formats.names import parse_artifact_name, shard
+from megaprof.formats.names import parse_artifact_name
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range
@@ -49,14 +49,14 @@ class Session:
         config: ProfileConfig,
         here: ThisRank,
         writer: Writer,
-        directory: str,
+        folder: str,
         *,
         role: str | None,
         numbers: Numbers,
         recorders: Sequence[Recorder],
         framework: str | None,
     ) -> None:
-        """``directory``: the local directory of the job's files. ``role``: the role that the model has. ``numbers``
+        """``folder``: the local directory of this rank's files. ``role``: the role that the model has. ``numbers``
         returns the host's numbers of a call. ``framework`` names the host."""
         self.config = config
         self.role = role
@@ -72,7 +72,7 @@ class Session:
         """The fault after which nothing more is recorded in this run; None if there was none."""
         self.removed = threading.Event()
         """Set once its hooks are removed and its files are finished."""
-        self.handle: Any = None
+        self.handle: object = None
         """The `megaprof.Handle` that the host holds, and gets again if it installs the same hooks again."""
         self.at_end: list[Callable[[], object]] = []
         """Functions that are called when the session ends, once its files are finished."""
@@ -81,7 +81,7 @@ class Session:
         self._termination = process.termination  # keeps a SIGTERM from ending a window half-way
         self._numbers = numbers
         self._framework = framework
-        self._folder = folder = os.path.join(directory, shard(here.coords.rank, here.coords.sizes.world))
+        self._folder = folder
         self._speaks = here.speaks
         self._windows = 0  # the number of windows that were saved
         # Now, because a window that opens must not wait for the disk. No finished file is ever replaced.
