@@ -7,6 +7,7 @@ GPU kernels, which no CPU trace has: those get traces of known times.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections import Counter
 from glob import glob
@@ -20,6 +21,13 @@ pytest.importorskip("hta", reason="`make test-viewers` installs it")
 from hta.trace_analysis import TraceAnalysis
 
 from tests.viewers.job import RANKS, TARGETS, SaveDirectory, our_ranges, read
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_collect() -> None:
+    """HTA forks. A child that collects a process group of gloo's, which an earlier test left, waits for ever for the
+    group's threads."""
+    gc.collect()
 
 
 def ranges_in(trace: Any, rank: int) -> Counter[str]:
