@@ -108,6 +108,7 @@ def test_the_parts_of_every_iteration_add_up_to_its_wall_time(directory: Path) -
 
 def test_the_parts_add_up_to_the_iteration(found: Iterations) -> None:
     assert sum(part.ms for part in found.parts) == pytest.approx(found.ms)
-    named = OPTIMIZER + (3 * SAVING + 1.5 * EVALUATION) / found.count
+    # Rank 0 is in the schedule longest, because it waits there while rank 1 still evaluates.
+    named = OPTIMIZER + (3 * SAVING + EVALUATION) / found.count
     assert found.ms >= found.step_ms + named
     assert 0.0 < found.outside < 1.0
