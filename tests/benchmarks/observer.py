@@ -34,8 +34,9 @@ from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.truth.engines import Named, report
 from tests.benchmarks.cores import awake, real_time
 
-#: Milliseconds of a layer's forward and of its backward.
-LAYER_MS = (6.0, 12.0)
+#: Milliseconds of a layer's forward and of its backward, and of what a forward takes beside its layers. Nearly all of a
+#: job waits: what ranks compute at the same time takes longer on few cores, and a fault changes what that is.
+LAYER_MS, BESIDE_MS = (6.0, 12.0), 3.0
 #: Steps of a twin in a row, and how often each twin has its turn.
 IN_A_ROW, TURNS = 3, 4
 #: Of the capture: steps before the window, in it, and behind it.
@@ -122,6 +123,48 @@ class _Switch:
         self.on = False
 
 
+def _pace_between_all_reduces(layers: Sequence[Any], takes: Callable[[], tuple[float, float]]) -> None:
+    """Lets every layer take a given time, half of it before each of its two all-reduces in each pass. In a layer that
+    takes a given time as a whole, what it waits for its peers would be a part of that."""
+    import torch
+    from megatron.core import parallel_state
+
+    all_reduce, half, begin = torch.distributed.all_reduce, 0.0, 0.0
+
+    def begins(place: int | None) -> None:
+        nonlocal half, begin
+        half, begin = 0.0 if place is None else takes()[place] / 2e3, time.perf_counter()
+
+    def reduced(tensor: Any, *args: Any, group: Any = None, **named: Any) -> Any:
+        nonlocal begin
+        if group is not parallel_state.get_tensor_model_parallel_group():
+            return all_reduce(tensor, *args, group=group, **named)
+        time.sleep(max(begin + half - time.perf_counter(), 0.0))
+        work = all_reduce(tensor, *args, group=group, **named)
+        if work is not None:
+            work.wait()
+        begin = time.perf_counter()
+        return work
+
+    torch.distributed.all_reduce = reduced  # type: ignore[assignment]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: begins(0))
+        layer.register_forward_hook(lambda *_: begins(None))
+        layer.register_full_backward_pre_hook(lambda *_: begins(1))
+
+
+def _pace_beside(chunk: Any, takes: Callable[[], float]) -> None:
+    """Lets every forward of a chunk take so many milliseconds."""
+    begin = 0.0
+
+    def begins(*_: Any) -> None:
+        nonlocal begin
+        begin = time.perf_counter()
+
+    chunk.register_forward_pre_hook(begins)
+    chunk.register_forward_hook(lambda *_: time.sleep(max(begin + takes() / 1e3 - time.perf_counter(), 0.0)))
+
+
 def _break(name: str, gpt: Any, switch: _Switch) -> None:
     """Paces the layers, and puts the fault in, for as long as the switch is on."""
     import torch
@@ -137,7 +180,8 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
         slow = (
             fault.longer / LAYER_MS[0] if switch.on and rank == fault.rank and "data_wait" not in fault.kinds else 0.0
         )
-        return LAYER_MS[0] * (factor + slow), LAYER_MS[1] * (factor + slow)
+        factor = (factor + slow) * workload.tp  # more ranks share the cores
+        return LAYER_MS[0] * factor, LAYER_MS[1] * factor
 
     def wait() -> None:
         if switch.on:
@@ -149,16 +193,17 @@ def _break(name: str, gpt: Any, switch: _Switch) -> None:
                 wait()
             yield batch
 
-    if workload.tp > 1:  # what a layer waits for its peers would be a part of its pace
-        faults.linger(layers, lambda _: layer_ms())
-    else:
-        faults.pace(layers, layer_ms)
     if name == "slow-link" and rank in (0, 1):
         faults.after_exchange(1 - rank, wait)
     if name == "optimizer":
         gpt.optimizer.register_step_pre_hook(lambda *_: wait())
     if name == "host" and rank == fault.stage:
         faults.before_forward(gpt.chunks[0], wait)
+    if workload.tp > 1:
+        _pace_between_all_reduces(layers, layer_ms)
+    else:
+        faults.pace(layers, layer_ms)
+        _pace_beside(gpt.chunks[0], lambda: len(layers) * layer_ms()[0] + BESIDE_MS)
     # The first stage's ranks are the first ones.
     if name.startswith("data") and rank in ((fault.rank,) if fault.rank is not None else range(workload.dp or 1)):
         gpt.data_iterator = batches
