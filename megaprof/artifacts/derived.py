@@ -11,18 +11,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from megaprof.artifacts.writer import Writer
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
-from megaprof.runtime.isolation import Suppressed, logger
+from megaprof.runtime.isolation import logger
 
-#: The most windows whose files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
-_QUEUE = 8
 #: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter. Training
 #: itself never imports the analysis.
 _CHILD = (
@@ -33,79 +28,43 @@ _CHILD = (
 _PACKAGES = ("megaprof", "numpy", "msgspec", "isal")
 
 
-class DerivedFiles:
-    """Derives files from raw traces in the writer's thread, which waits for the child."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._unfinished: list[Future[bytes | None]] = []
-        self._role: str | None = None  # the role of the last window
-        self._summaries: dict[str | None, Future[bytes | None]] = {}  # by role: that of its last window
-
-    def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
-        """Returns a task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None if
-        there is no trace, or if too many windows are waiting.
-
-        Opens ``raw`` now, so it may be renamed or removed before the task runs. The kernel summary includes
-        ``identity``, which must be plain data.
-        """
-        names = ", ".join(path.name for path in files.values())
-        self._role = identity.get("role")
-        self._summaries.pop(self._role, None)
-        self._unfinished = [summary for summary in self._unfinished if not summary.done()]
-        if len(self._unfinished) >= _QUEUE:
-            logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
-            return None
-        with Suppressed(OSError, says=f"no {names}: there is no trace to make it from"):
-            trace = open(raw, "rb")  # noqa: SIM115 - closed when the task is done
-            self._summaries[self._role] = summary = Future[bytes | None]()
-            self._unfinished.append(summary)
-            return partial(self._do, summary, trace, files, identity)
+def derive(
+    trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any], finish: Callable[[Path, Path], object]
+) -> bytes | None:
+    """Makes ``files`` (suffix -> final path) from ``trace``, which it closes, and passes each to ``finish`` with its
+    raw path. Returns the kernel summary, which includes ``identity``, plain data; None if it is not among the files, or
+    if they could not be made, which is logged. Runs in the writer's thread, which waits for the child."""
+    raw_paths = dict[str, Path]()
+    try:
+        with trace:
+            raw_paths |= {suffix: raw_path(final) for suffix, final in files.items()}
+            specs = filter(None, map(find_spec, _PACKAGES))
+            places = dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)
+            order = {
+                "identity": identity,
+                "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
+                "places": [*places],
+            }
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
+                stdin=trace,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                check=True,
+            )
+        summary = raw_paths[KERNELS_SUFFIX].read_bytes() if KERNELS_SUFFIX in raw_paths else None
+        for suffix, raw in raw_paths.items():
+            if raw.exists():
+                finish(raw, files[suffix])
+        return summary
+    except BaseException as fault:
+        for raw in raw_paths.values():
+            raw.unlink(missing_ok=True)
+        if not isinstance(fault, Exception):
+            raise
+        why: object = fault
+        if isinstance(fault, subprocess.CalledProcessError):
+            last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            why = f"exit {fault.returncode}: {' '.join(last_line)}"
+        logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), why)
         return None
-
-    def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
-        """Returns the summary of the last window, or of the last window of ``role``. Returns None if there is no
-        summary, if it is not ready within ``timeout`` seconds, or if it could not be made."""
-        summary, text = self._summaries.get(self._role if role is None else role), None
-        with Suppressed(TimeoutError):
-            text = None if summary is None else summary.result(timeout)
-        return None if text is None else dict(json.loads(text))
-
-    def _do(
-        self, summary: Future[bytes | None], trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]
-    ) -> None:
-        text, raw_paths = None, dict[str, Path]()
-        try:
-            with trace:
-                raw_paths |= {suffix: raw_path(final) for suffix, final in files.items()}
-                specs = filter(None, map(find_spec, _PACKAGES))
-                places = dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)
-                order = {
-                    "identity": identity,
-                    "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
-                    "places": [*places],
-                }
-                subprocess.run(
-                    [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
-                    stdin=trace,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    check=True,
-                )
-            if KERNELS_SUFFIX in raw_paths:
-                text = raw_paths[KERNELS_SUFFIX].read_bytes()
-            for suffix, raw in raw_paths.items():
-                if raw.exists():
-                    self._writer.finish(raw, files[suffix])
-        except BaseException as fault:
-            for raw in raw_paths.values():
-                raw.unlink(missing_ok=True)
-            if not isinstance(fault, Exception):
-                raise
-            why: object = fault
-            if isinstance(fault, subprocess.CalledProcessError):
-                last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                why = f"exit {fault.returncode}: {' '.join(last_line)}"
-            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), why)
-        finally:
-            summary.set_result(text)

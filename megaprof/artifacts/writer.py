@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
 from megaprof.formats.names import kineto_temporary, raw_path, temporary_path
@@ -29,6 +31,7 @@ _OUTPUT = 2000
 
 
 _Task = Callable[[], None]
+_T = TypeVar("_T")
 
 
 class Writer:
@@ -98,14 +101,18 @@ class Writer:
             self._waiting[raw] = final
         self.run(lambda: self._write(raw, final))
 
-    def run(self, task: _Task) -> None:
+    def run(self, task: Callable[[], _T]) -> Future[_T]:
         """Runs ``task`` in the writer's thread, after everything that was submitted before. Logs what it raises.
+        Returns what will have its result.
 
         A task that makes files from a finished file passes them to ``finish``.
         """
+        result = Future[_T]()
         with self._idle:
-            self._tasks.append(task)  # queued and counted in one step: the host may raise an exception after any line
+            # queued and counted in one step: the host may raise an exception after any line
+            self._tasks.append(lambda: result.set_result(task()))
             self._start()
+        return result
 
     def finish(self, raw: Path, final: Path) -> None:
         """Finishes a file at once (`submit`). Only a task of ``run`` may call it."""

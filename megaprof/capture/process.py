@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,8 +83,9 @@ class Process:
         """The thread that opened the window or prepared the recorders. Only that thread can end them."""
         self.disturbed = False
         """True if a window closed, or prepared recorders were discarded, since the last call that was recorded."""
-        self.capturers: list[Any] = []
-        """The sessions that captured a window, including removed ones, in the order of their last windows."""
+        self.summaries: dict[str | None, Future[bytes | None] | None] = {}
+        """The kernel summaries of the roles' last windows, with ``--profile-kernels``, in the order of these windows;
+        None if one is not made."""
         self.repeats: dict[str, int] = {}
         """The number of windows, by the path with which their files' names begin."""
         self.answers: dict[Path, Any] = {}

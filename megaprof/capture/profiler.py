@@ -5,6 +5,7 @@ All its state is in `megaprof.capture.process`."""
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing.util
 import os
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
 from megaprof.runtime.ending import TERM_SECONDS, Termination
-from megaprof.runtime.isolation import Contained, contained, fault_now, in_full, logger
+from megaprof.runtime.isolation import Contained, Suppressed, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
 #: The longest time that the end of a host's step waits for unfinished files, in seconds; ``--profile-flush-seconds`` if
@@ -270,15 +272,11 @@ def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, A
     after ``timeout`` seconds, without ``--profile-kernels``, in a process that captures nothing, and after a failure,
     which is logged. Works after the hooks are removed, too.
     """
-    for session in reversed(process.capturers):
-        for recorder in session.recorders:
-            summarise = getattr(recorder, "kernel_summary", None)
-            if summarise is None or not session.config.kernels:
-                continue
-            summary: dict[str, Any] | None = summarise(timeout, role)
-            if summary is not None or role is None:  # that of an older window would pass for the last one's
-                return summary
-    return None
+    last = next(reversed(process.summaries.values()), None)
+    summary, text = last if role is None else process.summaries.get(role), None
+    with Suppressed(TimeoutError):
+        text = None if summary is None else summary.result(timeout)
+    return None if text is None else dict(json.loads(text))
 
 
 def _unsaved() -> bool:
@@ -309,7 +307,7 @@ def _forget() -> None:
     """Resets a forked child, such as a DataLoader's worker, so that it has no hooks, no window and no files to
     finish."""
     atexit.unregister(_finish_all)
-    for session in (*process.capturers, *process.sessions):
+    for session in process.sessions:
         session.removed.set()
         session.recorders = ()
         session.writer.forget()
@@ -322,7 +320,7 @@ def _forget() -> None:
         # Nobody would ever read what the child records. The profiler cannot be stopped here: CUPTI and Kineto's threads
         # stayed in the parent.
         torch._C._autograd._enable_record_function(False)
-    for of_parent in (process.sessions, process.capturers, process.answers, process.asked):
+    for of_parent in (process.sessions, process.summaries, process.answers, process.asked):
         of_parent.clear()
     process.window = process.prepared = None
     process.disturbed = False

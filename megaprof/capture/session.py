@@ -396,6 +396,9 @@ class Session:
             metadata = describe(window, call, self.config, truncated, self._framework)
             for recorder in opened.recorders:
                 recorder.stop(window, metadata)
+                if self.config.kernels and opened.demand is None and hasattr(recorder, "summary"):
+                    process.summaries.pop(window.role, None)  # the last one stands last
+                    process.summaries[window.role] = recorder.summary
             self._windows += 1
             if self.timeline is not None:
                 self.timeline.captured(window.target, window.role)
@@ -404,7 +407,6 @@ class Session:
                 demand.saved += 1
                 tasks.append(lambda files: demand.written.append(list(map(os.path.basename, window.among(files)))))
             self.writer.end_window(*tasks)
-            process.capturers = [other for other in process.capturers if other is not self] + [self]
         except Exception as fault:
             if from_host(fault):
                 raise

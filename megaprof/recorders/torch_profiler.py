@@ -6,7 +6,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -16,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from megaprof.artifacts.derived import DerivedFiles
+from megaprof.artifacts.derived import derive
 from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats import ranges
@@ -35,6 +37,8 @@ _TORCH: Any = torch.autograd.profiler
 _KERNEL = b'"cat": "kernel"'
 _PIECE = 1 << 20
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+#: The most windows whose derived files may wait for their turn. Each keeps a raw trace on disk, and nothing in memory.
+_QUEUE = 8
 #: The fields of the trace's metadata that the kernel summary repeats.
 _IDENTITY = ("target", "role", "steps", "coords", "host", "pid", "truncated", "truncated_reason")
 
@@ -59,8 +63,9 @@ class TorchRecorder:
         self._directory = Path(str(config.dir))
         self._config = config
         self._writer = writer
-        self._derived = DerivedFiles(writer)
-        self.kernel_summary = self._derived.kernel_summary
+        self.summary: Future[bytes | None] | None = None
+        """The kernel summary of the last window; None if it is not made."""
+        self._derived: deque[Future[bytes | None]] = deque(maxlen=_QUEUE)  # of the last windows
         self._profile: profile | None = None
         self._prepared: profile | None = None
         """A session in Kineto's warm-up; None if there is none, or once another session has replaced it."""
@@ -147,7 +152,7 @@ class TorchRecorder:
         return recording
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        recording = self._profile
+        recording, self.summary = self._profile, None
         if recording is None:
             return
         waited = None if self._read_waits is None else self._read_waits(0)
@@ -176,7 +181,8 @@ class TorchRecorder:
         suffixes = [KERNELS_SUFFIX] if self._config.kernels else []
         suffixes += [STACKS_SUFFIX, DEVICE_STACKS_SUFFIX] if "stacks" in self._config.export else []
         files = {suffix: window.path(self._directory, suffix) for suffix in suffixes}
-        derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
+        # Now, because it may be renamed or removed before the files are derived.
+        source = self._source(raw, files)
         if metadata.get("device") == "cuda" and raw.exists():
             trace = open(raw, "rb")  # noqa: SIM115 - the function that it is given to closes it
             self._writer.run(partial(_look_for_kernels, trace, final, how))
@@ -184,8 +190,20 @@ class TorchRecorder:
             self._writer.submit(raw, final)
         else:
             raw.unlink(missing_ok=True)
-        if derive is not None:
-            self._writer.run(derive)
+        if source is not None:
+            identity = {key: metadata.get(key) for key in _IDENTITY}
+            self.summary = self._writer.run(partial(derive, source, files, identity, self._writer.finish))
+            self._derived.append(self.summary)
+
+    def _source(self, raw: Path, files: Mapping[str, Path]) -> BinaryIO | None:
+        """Opens the trace from which ``files`` are derived; None if there is none, or if too many windows wait."""
+        names = ", ".join(path.name for path in files.values())
+        if len(self._derived) == _QUEUE and not self._derived[0].done():
+            logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
+        elif files:
+            with Suppressed(OSError, says=f"no {names}: there is no trace to make it from"):
+                return open(raw, "rb")
+        return None
 
     def discard(self) -> None:
         # It leaves the warm-up as torch does: starts a recording, which is then ended at once and is empty.

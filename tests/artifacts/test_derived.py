@@ -15,7 +15,7 @@ from megaprof.capture.process import process
 
 @pytest.fixture(autouse=True)
 def _nobody_has_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "capturers", [])
+    monkeypatch.setattr(process, "summaries", {})
 
 
 def test_a_controller_gets_the_last_windows_summary(one_rank: Any, tmp_path: Path) -> None:

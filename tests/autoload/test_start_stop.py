@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,12 +93,10 @@ def test_the_kernel_summary_without_a_handle_by_role(one_rank: Any, tmp_path: Pa
 
 
 def test_the_summary_of_an_older_window_passes_for_no_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def session(summary: object, *, kernels: bool = True) -> Any:
-        recorder = SimpleNamespace(kernel_summary=lambda timeout, role: summary)
-        return SimpleNamespace(config=SimpleNamespace(kernels=kernels), recorders=[recorder])
-
-    older, newest = {"steps": [0, 0]}, session(None)
-    monkeypatch.setattr(process, "capturers", [session(older), newest])
+    older, newest = Future[bytes](), Future[bytes]()
+    older.set_result(b'{"steps":[0,0]}')
+    monkeypatch.setattr(process, "summaries", {"actor": older, "ref": newest})
     assert megaprof.kernel_summary() is None, "it is still being made"
-    newest.config.kernels = False
-    assert megaprof.kernel_summary() == older
+    assert megaprof.kernel_summary("actor") == {"steps": [0, 0]}
+    monkeypatch.setattr(process, "summaries", {"actor": older, "ref": None})
+    assert megaprof.kernel_summary() is None, "it was not made"
