@@ -111,31 +111,30 @@ class Wish:
     wanted: dict[int, str | None] = field(default_factory=dict)
     """The steps that were wanted so far, each with the reason why it has no window; None if it has one."""
 
-    def runs(self, number: int, *, graph: bool) -> None:
-        """Counts a step, whose number is ``number``. ``graph``: whether it captures a CUDA graph."""
-        if self.ran == 0:
-            self.first = number
-        self.last = number
-        self.ran += 1
-        self.graphs += graph
-
     @property
     def goes_on(self) -> bool:
         """True if any further step is captured."""
         return self.plan is not None and self.plan.goes_on(self.last, self.ran - self.graphs - 1)
 
-    def wants(self, step: CountedStep, *, graph: bool) -> bool:
-        """Returns whether ``step`` is to be captured. ``graph``: whether it captures a CUDA graph, so that a schedule
-        takes the next one.
+    def counts(self, step: CountedStep, *, graph: bool) -> bool:
+        """Counts ``step``, which begins, and returns whether it is to be captured. ``graph``: whether it captures a
+        CUDA graph, so that a schedule takes the next one.
 
         A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
         first run is captured.
         """
-        if self.plan is None or (graph and isinstance(self.plan, Schedule)):
-            return False
-        if step.number == next(reversed(self.wanted), None):  # it runs again
-            return False
-        return self.plan.captures(step.number, step.index - self.graphs)
+        plan, wanted = self.plan, False
+        again = step.number == next(reversed(self.wanted), None)
+        if plan is not None and not again and not (graph and isinstance(plan, Schedule)):
+            wanted = plan.captures(step.number, step.index - self.graphs)
+        if wanted:
+            self.wanted.pop(step.number, None)  # the last one stands last
+            self.wanted[step.number] = None
+        self.first = self.first if self.ran else step.number
+        self.last = step.number
+        self.ran += 1
+        self.graphs += graph
+        return wanted
 
 
 class Agenda:
@@ -148,7 +147,6 @@ class Agenda:
         self.role = role
         #: The wishes by target and role. There is one once such a step ran, or once somebody asked for the wish.
         self.wishes: dict[tuple[str, str | None], Wish] = {}
-        self._planned = False  # whether any of them has a plan
         self._host_step: CountedStep | None = None  # the last one that the host numbered
         # The steps that began with the last call, and with the call before it.
         self._begun: tuple[CountedStep, ...] = ()
@@ -183,11 +181,8 @@ class Agenda:
         if demand is not None and (wanted := self._demanded(demand, steps)) is not None:
             opens.append((wanted, demand))
         for wish, step in zip(wishes, steps, strict=True):
-            if self._planned and wish.wants(step, graph=graph):
-                wish.wanted.pop(step.number, None)  # the last one stands last
-                wish.wanted[step.number] = None
+            if wish.counts(step, graph=graph):
                 opens.append((step, None))
-            wish.runs(step.number, graph=graph)
         self._before, self._begun = self._begun, steps
         return steps, opens
 
@@ -274,7 +269,6 @@ class Agenda:
         wish = self.wishes.get((target, role))
         if wish is None:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
-            self._planned = self._planned or wish.plan is not None
         return wish
 
     def plan_of(self, target: str, role: str | None) -> Plan | None:
