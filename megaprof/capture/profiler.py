@@ -63,12 +63,6 @@ class Dispatcher:
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
         kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
 
-    @property
-    def level(self) -> str:
-        """The finest level of ranges for the call that is being recorded."""
-        recording = self._recording
-        return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
-
     def _now(self, call: RecordedCall | None) -> None:
         """Makes ``call`` the one that is being recorded; None: no call is recorded from now on."""
         gate = self.gate

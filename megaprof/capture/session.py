@@ -326,9 +326,10 @@ class Session:
             self.config.listens or self.agenda.goes_on or disturbed or timeline.owes(step.target, step.role)
         ):
             timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
-            call = RecordedCall(facts, timed, True, ranged)
+            call = RecordedCall(facts, timed, True, ranged, level=self.config.ranges)
         elif window is not None or ranged or self._coming:
-            call = RecordedCall(facts, Tape(facts.chunks, facts.forward_only), False, ranged)
+            tape = Tape(facts.chunks, facts.forward_only)
+            call = RecordedCall(facts, tape, False, ranged, level=self.config.ranges)
         else:
             return None
         if window is not None:

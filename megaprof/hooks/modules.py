@@ -31,7 +31,7 @@ from megaprof.formats import codes, ranges
 from megaprof.formats.metadata import WithoutRange
 from megaprof.hooks.dispatch import argument, given
 from megaprof.parallel.megatron import innermost, language_model
-from megaprof.recorders.call import CallFacts
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range, names
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import Contained, contained
@@ -73,7 +73,7 @@ class _Running(threading.local):
 class ModuleRanges:
     """The module ranges of one recorded call."""
 
-    def __init__(self, dispatcher: Dispatcher, call: Any) -> None:
+    def __init__(self, dispatcher: Dispatcher, call: RecordedCall) -> None:
         self._dispatcher = dispatcher
         self._call = call
         self._running = _Running()
@@ -179,26 +179,32 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
         stack.pop()
 
 
-def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Puts ranges around the modules of ``chunks`` until the recorded call ends, as ``--profile-ranges`` says."""
-    call, level = dispatcher.call, dispatcher.level
-    if call is None or (call.facts.graph is not None and not (call.facts.graph == "capture" and names.available)):
-        return
+def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
+    """Puts ranges around the modules of ``call`` until it ends, as ``--profile-ranges`` says, and notes how many tokens
+    its experts get."""
+    graph, wanted = call.facts.graph, call.level in ("layer", "module")
+    named = wanted and (graph is None or (graph == "capture" and names.available))
     of_this_call = ModuleRanges(dispatcher, call)
-    dispatcher.close_modules = of_this_call.close
-    for chunk in chunks:
+    if named:
+        dispatcher.close_modules = of_this_call.close
+    for chunk in call.facts.chunks:
         compiled = compiled_in(chunk)
-        for owner, method, name in sites(chunk, parts=level == "module"):
+        for owner, method, name in sites(chunk, parts=call.level == "module") if named else ():
             if id(owner) in compiled:
                 of_this_call.without[name] = COMPILED
             else:
                 of_this_call.without[name] = _reason(chunk, name)
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
+        for owner, method, name in sites(chunk, parts=True):
+            if name.startswith(ranges.operation_range(ranges.EXPERTS) + " ") and id(owner) not in compiled:
+                dispatcher.of_this_call.shadow(owner, method, partial(_counted, dispatcher))
 
 
-def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
-    """Notes what the models of a call get, until the call ends. Leaves out models that torch.compile compiles, because
-    a replaced ``forward`` would be compiled again."""
+def patch_models(
+    dispatcher: Dispatcher, facts: CallFacts, watched: Callable[[Dispatcher, Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Notes what the models of a call get, until the call ends, by a hook that ``watched`` makes of a method. Leaves
+    out models that torch.compile compiles, because a replaced ``forward`` would be compiled again."""
     for chunk, model in zip(facts.chunks, dispatcher.models, strict=True):
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
@@ -206,10 +212,11 @@ def patch_models(dispatcher: Dispatcher, facts: CallFacts) -> None:
         combined = getattr(getattr(model, "config", None), "overlap_moe_expert_parallel_comm", False)
         method = "build_schedule_plan" if combined and not facts.forward_only else "forward"
         if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
-            dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
+            dispatcher.of_this_call.shadow(model, method, partial(watched, dispatcher))
 
 
-def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+def takes_packed(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a model of Megatron's that notes the packed sequences that it gets."""
     function = getattr(original, "__func__", original)
     packed, tokens = argument(function, "packed_seq_params"), argument(function, "input_ids")
 
@@ -224,16 +231,6 @@ def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
         return result
 
     return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, packed, tokens)
-
-
-def patch_experts(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
-    """Notes how many tokens the experts of ``chunks`` get, until the call ends."""
-    for chunk in chunks:
-        compiled = compiled_in(chunk)
-        for owner, method, name in sites(chunk, parts=True):
-            read = ranges.parse(name)
-            if isinstance(read, ranges.RangeName) and read.label == ranges.EXPERTS and id(owner) not in compiled:
-                dispatcher.of_this_call.shadow(owner, method, partial(_counted, dispatcher))
 
 
 def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,7 @@ from megaprof.capture.roles import evaluating
 from megaprof.formats import codes
 from megaprof.formats.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged, stepped
-from megaprof.hooks.modules import is_compiled
-from megaprof.parallel.megatron import innermost
+from megaprof.hooks.modules import patch_models
 from megaprof.recorders.call import MOST_SEQUENCES, Batch, CallFacts, RecordedCall
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained, contained
@@ -51,22 +50,16 @@ def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: 
 
     (model,) = call.facts.chunks
     steps = PlainSteps(model, forward_only=call.facts.forward_only)
-    _watch_inputs(dispatcher, model)  # first, so that the pass is around it
+    patch_models(dispatcher, call.facts, _takes_rows)  # first, so that the pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, steps.forward)
     if not call.facts.forward_only:
         dispatcher.of_this_call.apply(torch.autograd, "backward", steps.backward)
 
 
-def _watch_inputs(dispatcher: Dispatcher, model: Any) -> None:
-    """Notes what ``model`` gets, until the call ends. It has no packed sequences of Megatron's: its mask or positions
-    show the lengths."""
-    inner = innermost(model)
-    if not is_compiled(model) and not is_compiled(inner):
-        dispatcher.of_this_call.shadow(inner, "forward", partial(_watched, dispatcher))
+def _takes_rows(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a model that notes its mask or positions, which show the lengths of its sequences."""
 
-
-def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         call = dispatcher.call
         if call is not None and call.tape.forward is not None:
@@ -168,7 +161,7 @@ class PlainSteps:
         self._recorded = self._dispatcher.begin(self.facts) is not None
         if self._recorded:
             with Contained("looking at a model", self._dispatcher.drop):
-                _watch_inputs(self._dispatcher, self.facts.chunks[0])
+                patch_models(self._dispatcher, self.facts, _takes_rows)
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""

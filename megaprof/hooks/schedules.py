@@ -25,7 +25,7 @@ from megaprof.capture.roles import evaluating
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
 from megaprof.hooks.dispatch import argument, given, ranged, stepped
-from megaprof.hooks.modules import patch_experts, patch_models, patch_modules
+from megaprof.hooks.modules import patch_models, patch_modules, takes_packed
 from megaprof.parallel.megatron import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import CallFacts, RecordedCall
@@ -93,15 +93,12 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     ``FullCudaGraphWrapper.__call__``, and the wrapper holds a schedule."""
 
     def prepare(call: RecordedCall, arguments: dict[str, Any]) -> None:
-        chunks = call.facts.chunks
         patch_finalize(dispatcher)
-        patch_models(dispatcher, call.facts)
+        patch_models(dispatcher, call.facts, takes_packed)
         if label is not None:  # the graph wrapper reads all data before it runs the schedule
             watch_data(dispatcher, arguments)
         if call.ranged:
-            if dispatcher.level in ("layer", "module"):
-                patch_modules(dispatcher, chunks)
-            patch_experts(dispatcher, chunks)
+            patch_modules(dispatcher, call)
 
     return stepped(original, dispatcher, partial(_facts, label), prepare)
 
@@ -283,7 +280,7 @@ def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         position: int = call.tape.position(given(model, args, kwargs), given(microbatch, args, kwargs))
-        call.forwards += call.ranged
+        call.ran["forward"] += call.ranged
         return codes.FORWARD | position
 
     return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, model, microbatch))
@@ -307,7 +304,7 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         f_model, microbatch, b_model, output = (given(each, args, kwargs) for each in arguments)
         call.tape.forward = forward = None if f_model is None else call.tape.position(f_model, microbatch)
-        call.forwards += forward is not None
+        call.ran["forward"] += forward is not None
         if b_model is None:
             return codes.FORWARD | (forward or 0)
         backward = _begin_backward(call, output)
@@ -322,7 +319,7 @@ def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
 
 def _begin_backward(call: RecordedCall, output: Any) -> int:
     """Returns the part of a code that has the microbatch and chunk of a backward that begins. The call keeps it."""
-    call.backwards += 1
+    call.ran["backward"] += 1
     call.backward = int(call.tape.consumed(output))
     return call.backward
 
@@ -355,16 +352,11 @@ def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
     return ranges.exchange_range(
         label,
         *(
-            _sent(call, kind) if SENDS[kind] in transfers and _ran(call, kind) else _awaited(call, kind)
+            _sent(call, kind) if SENDS[kind] in transfers and call.ran[kind] else _awaited(call, kind)
             for kind in SENDS
             if {SENDS[kind], RECEIVES[kind]} & set(transfers)
         ),
     )
-
-
-def _ran(call: RecordedCall, kind: str) -> int:
-    """Returns how many forwards or backwards have run."""
-    return call.forwards if kind == "forward" else call.backwards
 
 
 def _sent(call: RecordedCall, kind: str) -> Place:
@@ -382,7 +374,7 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
     stages = getattr(config, "pipeline_model_parallel_size", None) or 1
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)
-    order, done = (forward_order if kind == "forward" else backward_order)(schedule), _ran(call, kind)
+    order, done = (forward_order if kind == "forward" else backward_order)(schedule), call.ran[kind]
     return (order[done].microbatch, order[done].chunk) if done < len(order) else (None, None)
 
 

@@ -69,8 +69,10 @@ class RecordedCall:
     """True: an open window wants ranges around the functions that the schedule calls."""
     outermost: ExitStack = field(default_factory=ExitStack)
     """Closes the ranges around the whole call. A window has some."""
-    forwards: int = 0
-    backwards: int = 0
+    level: str = "step"
+    """The finest level of its ranges (``--profile-ranges``)."""
+    ran: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    """The number of its forwards and backwards so far, if it is ``ranged``."""
     backward: int = 0
     """The microbatch and chunk of the last backward, as the position part of a code; 0: not known."""
     experts: list[Any] = field(default_factory=list)

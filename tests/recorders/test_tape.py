@@ -135,7 +135,7 @@ def test_what_a_model_is_given_is_noted_when_it_has_returned(monkeypatch: pytest
 
     gate, dispatcher, tokens = Gate(never), SimpleNamespace(call=SimpleNamespace()), torch.zeros(2, 7)
     monkeypatch.setattr(modules, "Hook", None)
-    in_python: Any = modules._watched(dispatcher, model)  # type: ignore[arg-type]
+    in_python: Any = modules.takes_packed(dispatcher, model)  # type: ignore[arg-type]
     in_c = Hook(gate, model, in_python, codes.MODEL, (1, "packed_seq_params"), (0, "input_ids"))
     for hook in (in_c, in_python):
         gate.tape = dispatcher.call.tape = made = Tape()
