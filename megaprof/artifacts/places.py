@@ -103,17 +103,13 @@ class Scratch:
         return False
 
 
-class Incomplete(Exception):
-    """A raw file ends in the middle, because its disk was full or its process died."""
-
-
-def publish(raw: Path, final: Path) -> Path:
+def publish(raw: Path, final: Path) -> Path | None:
     """Moves ``raw`` to its final name, compressed if that ends in ``.gz``. Afterwards ``raw`` is gone.
 
     Returns the name, which is ``final`` or its first repeat that is free. The file is never half-written. Raises
-    OSError, with ``raw`` untouched and nothing left behind. Raises Incomplete if ``raw`` is a Kineto trace without its
-    end (torch 2.6 to 2.13): Kineto reports a full disk only on stderr. Unless it writes to a temporary name of its own,
-    it leaves half a trace under the requested name.
+    OSError, with ``raw`` untouched and nothing left behind. Returns None, with a line in the log, if ``raw`` is a
+    Kineto trace without its end (torch 2.6 to 2.13): Kineto reports a full disk only on stderr. Unless it writes to a
+    temporary name of its own, it leaves half a trace under the requested name.
     """
     if final.name.endswith((".trace.json", ".trace.json.gz")):
         with open(raw, "rb") as file:
@@ -121,7 +117,10 @@ def publish(raw: Path, final: Path) -> Path:
             file.seek(max(0, size - 4096))
             tail = file.read().rstrip()
         if not tail.endswith(b"}") or b'"traceName"' not in tail:
-            raise Incomplete(f"{raw} has {size} bytes and no end")
+            with Suppressed(OSError):
+                raw.unlink()
+            logger.error("megaprof: %s is lost: %s has %d bytes and no end; is the disk full?", final, raw, size)
+            return None
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.suffix == ".gz" or raw.parent != final.parent:
         return carry(raw, final)

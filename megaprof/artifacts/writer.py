@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from megaprof.artifacts.places import Incomplete, Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
+from megaprof.artifacts.places import Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
 from megaprof.formats.names import kineto_temporary, raw_path, temporary_path
 from megaprof.runtime.isolation import Suppressed, from_host, logger
 
@@ -156,7 +156,14 @@ class Writer:
             self.run(self._announce)
         finished = self.flush(timeout)
         if not finished:
-            self._give_up()
+            if self._hook is not None:
+                self._hook.stop()
+            self._remove_marker()
+            with self._idle:
+                waiting, self._waiting = self._waiting, {}
+            for raw, final in waiting.items():
+                if raw.exists() and (plain := _keep(raw, final)) is not None:
+                    logger.warning("megaprof: kept %s, uncompressed", plain)
         if self._scratch is not None:
             self._scratch.close()
         if self._remote is not None:
@@ -164,16 +171,6 @@ class Writer:
         with self._idle:
             self._idle.notify_all()  # the thread ends
         return finished
-
-    def _give_up(self) -> None:
-        if self._hook is not None:
-            self._hook.stop()
-        self._remove_marker()
-        with self._idle:
-            waiting, self._waiting = self._waiting, {}
-        for raw, final in waiting.items():
-            if raw.exists() and (plain := _keep(raw, final)) is not None:
-                logger.warning("megaprof: kept %s, uncompressed", plain)
 
     def _start(self) -> None:
         """Has the thread run the queued tasks. The caller holds the lock."""
@@ -247,10 +244,8 @@ class Writer:
                 if self._scratch is not None:
                     self._scratch.remove_leftovers()
             self._make_marker(temporary_path(final.with_name("writer")))
-            self._finished(publish(raw, final))
-        except Incomplete as fault:
-            _remove(raw)
-            logger.error("megaprof: %s is lost: %s; is the disk full?", final, fault)
+            if (name := publish(raw, final)) is not None:
+                self._finished(name)
         except Exception as fault:
             plain = _keep(raw, final)
             kept_note = f"; kept {plain}, uncompressed" if plain is not None else ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megaprof.parallel.topology import Place, RankCoords
+from megaprof.parallel.topology import Place
 
 #: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -90,24 +90,6 @@ def shard(rank: int, world: int) -> str:
 def is_shard(name: str) -> bool:
     """Returns whether a directory has a name that `shard` gives."""
     return _SHARD.fullmatch(name) is not None
-
-
-def artifact_path(
-    directory: str | os.PathLike[str],
-    target: str,
-    role: str | None,
-    step: int,
-    coords: RankCoords,
-    suffix: str,
-    *,
-    repeat: int = 1,
-) -> Path:
-    """Returns where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
-    return Path(
-        directory,
-        shard(coords.rank, coords.sizes.world),
-        artifact_name(target, role, step, coords, suffix, repeat=repeat),
-    )
 
 
 def sanitise(part: str) -> str:

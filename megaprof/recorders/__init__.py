@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaprof.config import values
 from megaprof.config.options import flag
-from megaprof.formats.names import artifact_path
+from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ class Window:
     """Counts the windows with the same names, from 1 on. It keeps a finished file from being replaced."""
 
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
-        """Returns the path of this window's file with ``suffix``. Creates nothing."""
-        return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
+        """Returns the path of this window's file with ``suffix``, in the rank's `shard` of ``directory``. Creates
+        nothing."""
+        name = artifact_name(self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
+        return Path(directory, shard(self.coords.rank, self.coords.sizes.world), name)
 
     def among(self, files: list[str]) -> list[str]:
         """Returns, sorted, which of ``files``, finished together, are this window's; the rest are timelines."""

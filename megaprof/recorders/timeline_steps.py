@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from megaprof.formats import timeline as format
 from megaprof.formats.job import Recent, limit
-from megaprof.formats.names import artifact_path
 from megaprof.formats.timeline import DISTURBED, Memory
 from megaprof.parallel.topology import RankCoords
+from megaprof.recorders import Window
 from megaprof.recorders.loop import Span
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.isolation import Suppressed, from_host, logger
@@ -283,9 +283,9 @@ class TimelineFiles:
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        about = "timeline", self._role, max(step, 0), self._coords, format.SUFFIX
         for repeat in itertools.count(1):
-            path = artifact_path(self._directory, *about, repeat=repeat)
+            window = Window("timeline", self._role, max(step, 0), self._coords, repeat=repeat)
+            path = window.path(self._directory, format.SUFFIX)
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # of an earlier run, or of a step that the host runs again
                 self._file = os.open(path, flags, 0o666)

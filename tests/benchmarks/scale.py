@@ -28,9 +28,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaprof.formats.names import artifact_path
 from megaprof.parallel.selectors import parse_selector
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.recorders import Window
 from tests.analysis.job_timelines import Slow, coupled, write_timelines
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def select_and_name(ranks: int) -> dict[str, float]:
             raise SystemExit(f"{text}: the ranks' own decisions are not what the whole is")
     select = time.perf_counter() - begin
     begin = time.perf_counter()
-    names = {artifact_path("/save", "train_actor", None, 5, each, ".x") for each in everybody}
+    names = {Window("train_actor", None, 5, each).path("/save", ".x") for each in everybody}
     name = time.perf_counter() - begin
     folders = collections.Counter(path.parent for path in names)
     if len(names) != ranks or max(folders.values()) > 1024:

@@ -19,7 +19,6 @@ from megaprof.formats.names import (
     ArtifactName,
     appearing,
     artifact_name,
-    artifact_path,
     host,
     is_leftover,
     kineto_temporary,
@@ -30,6 +29,7 @@ from megaprof.formats.names import (
     temporary_path,
 )
 from megaprof.parallel.topology import ParallelSizes, Place, RankCoords, WorldLayout
+from megaprof.recorders import Window
 from tests.parallel.test_topology import everybody
 
 COORDS = RankCoords(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3, sizes=ParallelSizes(tp=2, pp=4, ep=2, dp=8))
@@ -83,7 +83,7 @@ def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: i
 
 
 def test_a_repeated_file_has_a_number_before_its_suffix() -> None:
-    path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".pt.trace.json.gz", repeat=2)
+    path = Window("train_actor", "ref", 12, COORDS, repeat=2).path("/save", ".pt.trace.json.gz")
     assert path.name == "train_actor.ref.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.2.pt.trace.json.gz"
 
 
@@ -113,7 +113,7 @@ def test_every_rank_of_a_world_has_its_own_name() -> None:
 def test_a_world_that_fits_one_directory_has_no_other() -> None:
     layout = WorldLayout(ParallelSizes(tp=8, pp=4, dp=32))
     assert {shard(coords.rank, coords.sizes.world) for coords in everybody(layout)} == {""}
-    path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
+    path = Window("train_actor", "ref", 12, COORDS).path("/save", ".x")
     assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
 
 
@@ -122,9 +122,8 @@ def test_a_larger_world_has_directories_of_1024_ranks() -> None:
     assert shard(0, layout.sizes.world) == shard(1023, layout.sizes.world) == "ranks000000-001023"
     assert shard(1024, layout.sizes.world) == shard(2047, layout.sizes.world) == "ranks001024-002047"
     name = artifact_name("timeline", None, 7, layout.coords(1024), ".x")
-    assert artifact_path("/save", "timeline", None, 7, layout.coords(1024), ".x") == Path(
-        "/save/ranks001024-002047", name
-    )
+    path = Window("timeline", None, 7, layout.coords(1024)).path("/save", ".x")
+    assert path == Path("/save/ranks001024-002047", name)
 
 
 def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
@@ -136,13 +135,13 @@ def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
     assert 16 * max(folders.values()) * 2 * len(kinds) < 100_000
     for coords in map(layout.coords, (0, 1023, 1024, 131_071)):
         for kind in kinds:
-            path = artifact_path("/save", "train_actor", None, 5, coords, kind)
+            path = Window("train_actor", None, 5, coords).path("/save", kind)
             assert path.parent == temporary_path(path).parent == Path("/save", shard(coords.rank, coords.sizes.world))
 
 
 def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None:
     coords = WorldLayout(ParallelSizes(tp=8, dp=256)).coords(1500)
-    final = artifact_path(tmp_path, "train_actor", None, 5, coords, ".et.json")
+    final = Window("train_actor", None, 5, coords).path(tmp_path, ".et.json")
     raw_path(final).write_text("{}")
     leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")
     leftover.touch()
