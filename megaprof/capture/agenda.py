@@ -111,11 +111,6 @@ class Wish:
     wanted: dict[int, str | None] = field(default_factory=dict)
     """The steps that were wanted so far, each with the reason why it has no window; None if it has one."""
 
-    @property
-    def goes_on(self) -> bool:
-        """True if any further step is captured."""
-        return self.plan is not None and self.plan.goes_on(self.last, self.ran - self.graphs - 1)
-
     def counts(self, step: CountedStep, *, graph: bool) -> bool:
         """Counts ``step``, which begins, and returns whether it is to be captured. ``graph``: whether it captures a
         CUDA graph, so that a schedule takes the next one.
@@ -262,7 +257,10 @@ class Agenda:
         """True if the configuration wants a further window, of a target that ran or of one that may still run."""
         ran = {target for target, _ in self.wishes}
         may_run = (self.wish(target, self.role) for target in self._config.target if target not in ran)
-        return any(wish.goes_on for wish in (*self.wishes.values(), *may_run))
+        return any(
+            wish.plan is not None and wish.plan.goes_on(wish.last, wish.ran - wish.graphs - 1)
+            for wish in (*self.wishes.values(), *may_run)
+        )
 
     def wish(self, target: str, role: str | None) -> Wish:
         """Returns the wish for ``target`` when ``role`` runs it."""

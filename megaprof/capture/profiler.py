@@ -132,12 +132,6 @@ class Dispatcher:
         in_full(self.of_this_call.restore, self.close_modules)
         self.close_modules = None
 
-    def forget(self) -> None:
-        """Forgets the call in progress, in a forked child: its sessions are the parent's."""
-        self._now(None)
-        self._recording = self.inside = self.last_model = None
-        self.models = ()
-
     def drop(self) -> None:
         """Switches off the sessions that a fault in a hook may have touched. Can be run twice.
 
@@ -306,7 +300,8 @@ def _forget() -> None:
         session.recorders = ()
         session.writer.forget()
     _put_back()
-    process.dispatcher.forget()
+    process.dispatcher._now(None)
+    process.dispatcher._recording = None  # the call in progress is the parent's
     process.background.forget()
     if process.window is not None:
         import torch
@@ -317,7 +312,7 @@ def _forget() -> None:
     for of_parent in (process.sessions, process.summaries, process.answers, process.asked):
         of_parent.clear()
     process.window = process.prepared = None
-    process.disturbed = False
+    process.disturbed, process.dispatcher = False, Dispatcher()
     process.termination.reset()
 
 

@@ -89,7 +89,7 @@ class ProfileConfig:
     role_select: str | None = _option(
         None,
         "the same per role; overrides --profile-select: 'actor=0,1;ref=none;critic=all;rollout=per-stage'",
-        read.per_role,
+        read.per_name,
     )
     steps: str = _option(
         BY_SCHEDULE,

@@ -266,17 +266,10 @@ def ranks(name: str, value: Any) -> str:
 
 
 def per_name(name: str, value: Any) -> str:
-    """Reads numbers per target as text: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
+    """Reads numbers per target or role as text: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
     if isinstance(value, Mapping):
         value = ";".join(f"{key}={numbers(name, key_numbers)}" for key, key_numbers in value.items())
     return numbers(name, value)
-
-
-def per_role(name: str, value: Any) -> str:
-    """Reads numbers per role as text: a mapping ``{"actor": [0, 1]}`` is ``actor=0,1``."""
-    normalized = per_name(name, value)
-    parse_per_role(normalized, name)
-    return normalized
 
 
 def word(valid_words: tuple[str, ...], name: str, value: Any) -> str:

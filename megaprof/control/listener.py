@@ -293,7 +293,13 @@ class Listener:
         torch's watchdog."""
         if status.past_first_step and not self._flight_checked:
             self._flight_checked = True
-            self._check_flight_recorder()
+            why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
+            try:
+                kept = bool(flight.entries())
+            except flight.NoFlightRecorder as missing:
+                kept, why = False, str(missing)
+            if not kept:
+                logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
         since = status.moved if not status.ended and is_stuck(status, status.time) else None
         if since == self._stood_since:
             return
@@ -310,16 +316,6 @@ class Listener:
                 with self._control.open(*folders, create=True) as folder:
                     write(folder, file, record)
         self._stood_since = since
-
-    def _check_flight_recorder(self) -> None:
-        """Logs once, after the first steps, if torch keeps no collectives."""
-        why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
-        try:
-            if flight.entries():
-                return
-        except flight.NoFlightRecorder as missing:
-            why = str(missing)
-        logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
 
     def _describe(self, *, ended: bool) -> RankStatus:
         """Returns the rank's status now."""

@@ -62,7 +62,13 @@ def _cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
     ``/proc/self/cgroup`` gives the group's path in its hierarchy, ``mountinfo`` which part of the hierarchy is mounted
     where. In a container without a cgroup namespace the path is the host's and the mount's root a prefix of it.
     """
-    mounts = _cgroup_mounts(proc)
+    mounts = {}  # by version: the root within the hierarchy, and the mount point, of those that control memory
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        mount_text, _, type_text = line.partition(" - ")
+        fields, type_fields = mount_text.split(), type_text.split()
+        kind = type_fields[0] if type_fields else ""
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in type_fields[-1].split(",")):
+            mounts[2 if kind == "cgroup2" else 1] = fields[3], Path(fields[4])
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         version = 2 if not controllers else 1 if "memory" in controllers.split(",") else None
@@ -77,20 +83,6 @@ def _cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
             yield level, version
             if level == mount:
                 break
-
-
-def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
-    """Returns, by version, (root within the hierarchy, mount point) of the hierarchies that control memory."""
-    mounts = {}
-    for line in (proc / "self/mountinfo").read_text().splitlines():
-        mount_text, _, type_text = line.partition(" - ")
-        fields, type_fields = mount_text.split(), type_text.split()
-        if not type_fields or type_fields[0] not in ("cgroup", "cgroup2"):
-            continue
-        if type_fields[0] == "cgroup" and "memory" not in type_fields[-1].split(","):
-            continue
-        mounts[2 if type_fields[0] == "cgroup2" else 1] = (fields[3], Path(fields[4]))
-    return mounts
 
 
 def _cgroup(group: Path, version: int) -> tuple[int, int]:

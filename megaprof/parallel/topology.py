@@ -120,16 +120,8 @@ class WorldLayout:
         """Returns the coordinates of a global rank. Raises ValueError outside the world."""
         if not 0 <= rank < self.sizes.world:
             raise ValueError(f"rank {rank} is outside the world of {self.sizes.world} ranks")
-        sizes, strides = self.sizes, self.strides
-        return RankCoords(
-            rank=rank,
-            pp=rank // strides["pp"] % sizes.pp,
-            tp=rank // strides["tp"] % sizes.tp,
-            cp=rank // strides["cp"] % sizes.cp,
-            ep=rank // strides["ep"] % sizes.ep,
-            dp=rank // strides["dp"] % sizes.dp,
-            sizes=sizes,
-        )
+        places = {axis: rank // stride % getattr(self.sizes, axis) for axis, stride in self.strides.items()}
+        return RankCoords(rank=rank, sizes=self.sizes, **places)
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Returns the global rank at a place of the decoder grid. Raises ValueError for one outside its axis."""

@@ -368,35 +368,27 @@ class TimelineRecorder:
         window = Window(calls.target, calls.role, calls.number or 0, self._coords)
         metadata = describe(window, RecordedCall(facts, Tape()), self._config, None, self._framework)
         calls.metadata[key] = metadata
-        metadata["ranges"] = {"microbatch": True}
-        if facts.graph is not None:
-            reason = "the step was replayed from a full-iteration CUDA graph"
-            metadata["ranges"] = {"microbatch": False, "reason": reason}
+        replayed = {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}
+        metadata["ranges"] = {"microbatch": True} if facts.graph is None else replayed
         if varies:
             metadata |= {"seq_length": None, "micro_batch_size": None}
-        metadata["timeline"] = self._clock_on(metadata.get("device"))
+        # Times are the host's, with the reason if the model is not on a CPU, unless there is a clock of its device.
+        metadata["timeline"] = clock = {"clock": "host" if self._device is None else "device"}
+        reason, device = self._without, metadata.get("device")
+        if reason is None and device not in (None, "cpu"):
+            reason = f"the model is on {device}, which torch.cuda does not use here"
+        if self._device is None and reason is not None:
+            clock["reason"] = reason
+            logger.once(
+                "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU "
+                "and not when it ran: %s",
+                *(self._coords.rank, reason),
+            )
         if self._finished is not None:
             metadata["timeline"]["around_windows"] = True
         if self._read_waits is None:
             metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
         return metadata
-
-    def _clock_on(self, device: str | None) -> dict[str, Any]:
-        """Returns which clock the steps of a model on ``device`` have, with the reason if it is the host's although the
-        model is not on a CPU."""
-        if self._device is not None:
-            return {"clock": "device"}
-        reason = self._without
-        if reason is None and device not in (None, "cpu"):
-            reason = f"the model is on {device}, which torch.cuda does not use here"
-        if reason is None:
-            return {"clock": "host"}
-        logger.once(
-            "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU and "
-            "not when it ran: %s",
-            *(self._coords.rank, reason),
-        )
-        return {"clock": "host", "reason": reason}
 
 
 def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.NDArray[np.bool_], list[Wait]]:

@@ -348,7 +348,14 @@ def add_ranges(trace: Path, logged: Sequence[LoggedRange]) -> None:
     if not logged:
         return
     with open(trace, "r+b") as file:
-        base = _base_time(file)
+        # Kineto writes the base that it counts from before the events, after metadata of any length.
+        head = b""
+        while _EVENTS not in head:
+            if not (chunk := file.read(_CHUNK)):
+                raise ValueError("the trace has no events")
+            head += chunk
+        match = _BASE.search(head)
+        base = 0 if match is None else int(match[1])
         start = max(0, file.seek(0, os.SEEK_END) - _CHUNK)
         file.seek(start)
         tail = file.read()
@@ -374,15 +381,3 @@ def add_ranges(trace: Path, logged: Sequence[LoggedRange]) -> None:
         )
         file.seek(start + position)
         file.write((b"\n" if empty else b",\n") + events.encode() + tail[position:])
-
-
-def _base_time(trace: BinaryIO) -> int:
-    """Returns the base that Kineto counts from; 0 without one. Kineto writes it before the events, after metadata of
-    any length. Raises ValueError for a trace without events."""
-    head = b""
-    while _EVENTS not in head:
-        if not (chunk := trace.read(_CHUNK)):
-            raise ValueError("the trace has no events")
-        head += chunk
-    base = _BASE.search(head)
-    return 0 if base is None else int(base[1])
