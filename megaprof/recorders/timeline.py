@@ -34,6 +34,7 @@ from megaprof.recorders.flight import Reading
 from megaprof.recorders.loop import Collections, Parts, measure_waits
 from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline_steps import (
+    BEHIND,
     RECENT_STEPS,
     Calls,
     Key,
@@ -162,8 +163,10 @@ class TimelineRecorder:
             step.flags |= format.INCOMPLETE
         self._running = None
         calls, waiting = step.calls, self._waiting
-        step.count = calls.ended(step.flags)
-        calls.finished = step.number, calls.count
+        calls.count += 1
+        if step.flags & format.DISTURBED and calls.count in calls.near:  # does not count among those behind the window
+            calls.near.add(max(calls.near) + 1)
+        step.count, calls.finished = calls.count, (step.number, calls.count)
         waiting.append(step)
         if len(waiting) > WAITING_STEPS:
             waiting.popleft()
@@ -243,7 +246,7 @@ class TimelineRecorder:
         the host may kill the process right behind a window, as Ray does."""
         calls = self.by_key.get((target, role))
         for each in self.by_key.values() if calls is None else (calls,):
-            each.captured()
+            each.near.update(range(each.count, each.count + BEHIND + 1))
         self._background.wake()
 
     def owes(self, target: str, role: str | None) -> bool:

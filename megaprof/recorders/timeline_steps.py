@@ -85,17 +85,6 @@ class Calls:
     """Microseconds of each of the last steps: its length, its forwards, backwards, combined passes and all of these,
     its time by other kind of event; then the fraction of its passes that waited for the host; and when it began."""
 
-    def ended(self, flags: int) -> int:
-        """Counts a call that has ended, with its flags of `megaprof.formats.timeline`. Returns its number."""
-        self.count += 1
-        if flags & DISTURBED and self.count in self.near:  # does not count among those behind the window
-            self.near.add(max(self.near) + 1)
-        return self.count
-
-    def captured(self) -> None:
-        """Has the calls before and behind the last one written, because it was in a window."""
-        self.near.update(range(self.count, self.count + BEHIND + 1))
-
     def due(self) -> list[PackedStep]:
         """Takes the calls that are to be written by now. A file without an undisturbed call is of no use."""
         if self.packed not in self.near or all(step.begun[1] & DISTURBED for step in self.before):
