@@ -177,7 +177,7 @@ class Dispatcher:
 
 def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[Patches], None]) -> None:
     """Installs the hooks of ``session``, which takes calls of ``models``, with ``patches``. Each of these runs only
-    once even if several sessions need it. If one fails, the functions that were replaced are put back."""
+    once even if several sessions need it. If one fails, `remove` puts back what was replaced."""
     if not process.forks_watched:
         process.forks_watched = True
         os.register_at_fork(after_in_child=_forget)
@@ -192,15 +192,10 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
     process.dispatcher.last_model = None
     session.models = None if models is None else tuple(weakref.ref(innermost(model)) for model in models)
     process.sessions.append(session)
-    patched = bool(process.patches)
-    try:
-        for patch in patches:
-            if patch not in process.put_in:
-                patch(process.patches)
-                process.put_in.append(patch)
-    except BaseException:
-        in_full(None if patched else _put_back, partial(remove, session))
-        raise
+    for patch in patches:
+        if patch not in process.put_in:
+            patch(process.patches)
+            process.put_in.append(patch)
 
 
 def remove(session: Session) -> None:
