@@ -148,10 +148,6 @@ class DeviceClock:
         finally:
             self._exchange_mode(ctypes.byref(mode))
 
-    def finished(self, event: Any) -> bool:
-        """Returns whether ``event`` is finished. To be called inside `reading`."""
-        return bool(event.query())
-
     def microseconds(self, first: Any, event: Any) -> int:
         """Returns the microseconds between two finished events. To be called inside `reading`."""
         return round(1000 * float(first.elapsed_time(event)))

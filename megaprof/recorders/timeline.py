@@ -235,8 +235,8 @@ class TimelineRecorder:
             for step in [*self._waiting, *([] if running is None else [running])]:
                 marks = list(step.marks)
                 for i in range(0, len(marks) - 1, 2):
-                    if not device.finished(marks[i + 1]):
-                        began = device.finished(marks[i])
+                    if not marks[i + 1].query():
+                        began = marks[i].query()
                         return _position(step, int(_events(step)[i // 2, 0]) if began else 0, time.time())
         return None
 
@@ -303,7 +303,7 @@ class TimelineRecorder:
                     step = self._waiting.popleft()
                 except IndexError:  # the training thread dropped it meanwhile
                     break
-                known = self._device is None or step.flags & format.INCOMPLETE or self._device.finished(step.ended)
+                known = self._device is None or step.flags & format.INCOMPLETE or step.ended.query()
                 if not known and time.time_ns() - step.start_ns < patience * 1e9:
                     self._waiting.appendleft(step)
                     break
