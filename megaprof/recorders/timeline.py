@@ -371,8 +371,8 @@ class TimelineRecorder:
         window = Window(calls.target, calls.role, calls.number or 0, self._coords)
         metadata = describe(window, RecordedCall(facts, Tape()), self._config, None, self._framework)
         calls.metadata[key] = metadata
-        replayed = {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}
-        metadata["ranges"] = {"microbatch": True} if facts.graph is None else replayed
+        if facts.graph is None:
+            metadata["ranges"] = {"microbatch": True}
         if varies:
             metadata |= {"seq_length": None, "micro_batch_size": None}
         # Times are the host's, with the reason if the model is not on a CPU, unless there is a clock of its device.

@@ -77,14 +77,12 @@ class Termination:
         """Installs the handler if something is unsaved, and removes it if nothing is."""
         if self._ending or threading.current_thread() is not threading.main_thread():
             return
+        previous = signal.getsignal(signal.SIGTERM)
         if not self._unsaved():
             self._disarm()
-        elif self.handler is None or signal.getsignal(signal.SIGTERM) is not self.handler:
-            self._arm()
-
-    def _arm(self) -> None:
-        previous = signal.getsignal(signal.SIGTERM)
-        if previous is signal.SIG_DFL or callable(previous):  # else ignored, or a handler in C
+        elif self.handler is not None and previous is self.handler:
+            return
+        elif previous is signal.SIG_DFL or callable(previous):  # else ignored, or a handler in C
             # A new handler each time: the host's handler may have kept an older one, and call it.
             self._previous, self.handler = previous, functools.partial(self._handle, previous)
             signal.signal(signal.SIGTERM, self.handler)
