@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megaprof.parallel.machine import find_bounds, resident_bytes
@@ -101,44 +101,30 @@ def watch_host_memory(
     ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read is not watched.
     ``others``: the number of other processes of this host that may close a window at the same time; each is taken to
     need as much as this one."""
+    (size, share), gib = limit, 1 << 30
 
     def watch() -> None:
         try:
-            bounds, before, reason = find_bounds(), resident_bytes(), None
-            while reason is None and not done.is_set():
+            bounds, before = find_bounds(), resident_bytes()
+            while not done.is_set():
                 resident = resident_bytes()
                 needed = CLOSING_FACTOR * max(0, resident - before)
-                reason = _over(bounds, limit, resident, needed, others * needed)
-                if reason is not None and not done.is_set():
-                    on_limit(reason)
+                uses = [] if size is None else [("this process", resident, size, size, 0)]
+                for name, read in bounds.items():
+                    used, there_is = read()
+                    uses.append((name, used, there_is, int(there_is * share), others * needed))
+                for name, used, there_is, allowed, theirs in uses:
+                    if used + needed + theirs > allowed and not done.is_set():
+                        total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
+                        too = f", those of other processes here {theirs / gib:.2f} GiB" if theirs else ""
+                        on_limit(
+                            f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take "
+                            f"{needed / gib:.2f} GiB more{too}, and --profile-max-host-memory allows "
+                            f"{allowed / gib:.2f} GiB{total}"
+                        )
+                        return
                 done.wait(INTERVAL_SECONDS)
         except Exception:  # a file of the kernel's in an unknown format must do no harm
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
     threading.Thread(target=watch, name="megaprof-host-memory", daemon=True).start()
-
-
-def _over(
-    bounds: Mapping[str, Callable[[], tuple[int, int]]],
-    limit: tuple[int | None, float],
-    resident: int,
-    needed: int,
-    others: int,
-) -> str | None:
-    """Returns why the window must close now, or None. Closing it takes ``needed`` bytes, and those of other processes
-    ``others`` bytes."""
-    size, share = limit
-    uses = [] if size is None else [("this process", resident, size, size, 0)]
-    for name, read in bounds.items():
-        used, there_is = read()
-        uses.append((name, used, there_is, int(there_is * share), others))
-    gib = 1 << 30
-    for name, used, there_is, allowed, theirs in uses:
-        if used + needed + theirs > allowed:
-            total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
-            too = f", those of other processes here {theirs / gib:.2f} GiB" if theirs else ""
-            return (
-                f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {needed / gib:.2f} GiB "
-                f"more{too}, and --profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
-            )
-    return None
