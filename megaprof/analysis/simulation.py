@@ -23,7 +23,7 @@ evaluated one after another, each with a few numpy calls over its nodes and over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -90,77 +90,55 @@ class Replay:
         schedule = self.schedule
         return schedule.stages, schedule.chunks, len(schedule.kinds), schedule.microbatches
 
-    def step_ms(
-        self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
-    ) -> Milliseconds:
+    def step_ms(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
         """Returns how long each step takes, [...], in milliseconds: from 0, the zero of ``entry``, to the end of the
-        last pass.
+        last pass."""
+        return self._evaluated(lambda ends: ends[self._last].max(axis=0), (), passes, entry, link)
 
-        Raises:
-            ValueError: An array has another shape than the schedule.
-        """
-        _, leading, tables = self._tables(passes, entry, link)
-        parts_ms = [table[self._last].max(axis=0) for table in tables]
-        return np.concatenate(parts_ms).reshape(leading)
-
-    def ends(
-        self, passes: npt.ArrayLike, *, entry: npt.ArrayLike | None = None, link: npt.ArrayLike | None = None
-    ) -> Milliseconds:
-        """Returns when each pass ends, in milliseconds and in the shape of ``passes``. Raises ValueError as `step_ms`
-        does."""
-        shape, _, tables = self._tables(passes, entry, link)
-        return np.concatenate([table[self._passes].T for table in tables]).reshape(shape)
+    def ends(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
+        """Returns when each pass ends, in milliseconds and in the shape of ``passes``."""
+        return self._evaluated(lambda ends: ends[self._passes].T, self.shape, passes, entry, link)
 
     def starts(
-        self,
-        passes: npt.ArrayLike,
-        *,
-        entry: npt.ArrayLike | None = None,
-        link: npt.ArrayLike | None = None,
-        ended: bool = False,
+        self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0, ended: bool = False
     ) -> Milliseconds:
         """Returns when each pass begins, in milliseconds and in the shape of ``passes``. If these are when passes
-        ``ended``, it is when each could have begun if all others ended then. Raises ValueError as `step_ms` does."""
-        shape, _, tables = self._tables(passes, entry, link, ended)
-        return np.concatenate([table[self._before].max(axis=0).T for table in tables]).reshape(shape)
-
-    def _tables(
-        self, passes: npt.ArrayLike, entry: npt.ArrayLike | None, link: npt.ArrayLike | None, ended: bool = False
-    ) -> tuple[tuple[int, ...], tuple[int, ...], Iterator[Milliseconds]]:
-        """Returns the shape of the passes of all steps, the shape of their leading axes, and the ends of all nodes,
-        [node, steps], a part of the steps at a time. ``ended``: passes are given by when they end."""
-        stages = (self.schedule.stages,)
-        times = _checked("passes", passes, self.shape)
-        entries = _checked("entry", 0.0 if entry is None else entry, stages)
-        links = _checked("link", 0.0 if link is None else link, stages)
-        leading = np.broadcast_shapes(times.shape[:-4], entries.shape[:-1], links.shape[:-1])
-
-        def steps(array: Milliseconds, shape: tuple[int, ...]) -> Milliseconds:
-            """Returns the array as [steps, one column for each value of a step]."""
-            return np.broadcast_to(array, (*leading, *shape)).reshape(-1, int(np.prod(shape)))
-
-        columns = steps(times, self.shape), steps(entries, stages), steps(links, stages)
-        return (*leading, *self.shape), leading, self._evaluated(ended, *columns)
+        ``ended``, it is when each could have begun if all others ended then."""
+        return self._evaluated(lambda ends: ends[self._before].max(axis=0).T, self.shape, passes, entry, link, ended)
 
     def _evaluated(
-        self, ended: bool, passes: Milliseconds, entries: Milliseconds, links: Milliseconds
-    ) -> Iterator[Milliseconds]:
-        nodes = entries.shape[1] + len(self._passes) + len(self._transfers)
+        self,
+        figure: Callable[[Milliseconds], Milliseconds],
+        shape: tuple[int, ...],
+        passes: npt.ArrayLike,
+        entry: npt.ArrayLike,
+        link: npt.ArrayLike,
+        ended: bool = False,
+    ) -> Milliseconds:
+        """Returns a ``figure`` of every step, [..., *shape], which takes the ends of all nodes, [node, step], of a part
+        of the steps at a time. ``ended``: passes are given by when they end."""
+        stages = self.schedule.stages
+        times, entries, links = (np.asarray(each, dtype=np.float64) for each in (passes, entry, link))
+        leading = np.broadcast_shapes(times.shape[:-4], entries.shape[:-1], links.shape[:-1])
+        times = np.broadcast_to(times, (*leading, *self.shape)).reshape(-1, len(self._passes))
+        entries, links = (np.broadcast_to(each, (*leading, stages)).reshape(-1, stages) for each in (entries, links))
+        nodes = stages + len(self._passes) + len(self._transfers)
         is_pass = np.zeros(nodes, dtype=np.bool_)
         is_pass[self._passes] = True
-        steps_at_once = max(1, _MOST_HELD // nodes)
-        for begin in range(0, max(1, len(passes)), steps_at_once):
+        steps_at_once, figures = max(1, _MOST_HELD // nodes), list[Milliseconds]()
+        for begin in range(0, max(1, len(times)), steps_at_once):
             part = slice(begin, begin + steps_at_once)
-            table = np.empty((nodes, len(passes[part])))
-            table[: entries.shape[1]] = entries[part].T
-            table[self._passes] = passes[part].T
+            table = np.empty((nodes, len(times[part])))
+            table[:stages] = entries[part].T
+            table[self._passes] = times[part].T
             table[self._transfers] = links[part].T[self._links]
             for first, last, inputs in self._levels:
                 begins = table.take(inputs, axis=0).max(axis=0)
                 if ended:
                     begins[is_pass[first:last]] = 0.0
                 table[first:last] += begins
-            yield table
+            figures.append(figure(table))
+        return np.concatenate(figures).reshape((*leading, *shape))
 
 
 @lru_cache(maxsize=64)
@@ -302,16 +280,6 @@ def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int,
     return rows, list(zip(begins.tolist(), levels[1:-1], strict=False))
 
 
-def _checked(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> Milliseconds:
-    array = np.asarray(value, dtype=np.float64)
-    if name == "passes" or array.ndim:
-        if array.shape[-len(shape) :] != shape:
-            axes = "[..., stage, chunk, kind, microbatch]" if len(shape) > 1 else "[..., stage]"
-            raise ValueError(f"{name} has shape {array.shape}, expected {axes} to end with {shape}")
-        return array
-    return np.full(shape, float(array))
-
-
 Times = Sequence[Sequence[Any]]
 """Milliseconds as [stage][chunk]; each entry is one number, or one number per microbatch."""
 
@@ -331,7 +299,8 @@ class Simulation:
     """The schedule that was replayed."""
     _replay: Replay = field(repr=False, compare=False)
     _passes: Milliseconds = field(repr=False, compare=False)
-    _around: Mapping[str, npt.ArrayLike] = field(repr=False, compare=False)
+    _entry: npt.ArrayLike = field(repr=False, compare=False)
+    _link: npt.ArrayLike = field(repr=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Pass, ...]:
@@ -340,9 +309,8 @@ class Simulation:
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
         ``start_ms`` and ``end_ms``.
         """
-        entry, link = map(self._around.get, ("entry", "link"))
-        starts = self._replay.starts(self._passes, entry=entry, link=link)
-        ends = self._replay.ends(self._passes, entry=entry, link=link)
+        starts = self._replay.starts(self._passes, entry=self._entry, link=self._link)
+        ends = self._replay.ends(self._passes, entry=self._entry, link=self._link)
         passes = []
         for stage in range(self.schedule.stages):
             for pass_id in phase_order(self.schedule, stage):
@@ -416,12 +384,12 @@ def simulate(
     return played(replay, passes, link=p2p)
 
 
-def played(replay: Replay, passes: Milliseconds, **around: npt.ArrayLike) -> Simulation:
-    """Returns one replayed step. ``passes``, and ``entry`` and ``link`` in ``around``, are as in `Replay`."""
-    step_ms = float(replay.step_ms(passes, **around))
+def played(replay: Replay, passes: Milliseconds, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Simulation:
+    """Returns one replayed step. ``passes``, ``entry`` and ``link`` are as in `Replay`."""
+    step_ms = float(replay.step_ms(passes, entry=entry, link=link))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
     bubbles = tuple(max(0.0, 1.0 - busy / step_ms) if step_ms else 0.0 for busy in stage_ms)
-    return Simulation(step_ms, bubbles, stage_ms, replay.schedule, replay, passes, around)
+    return Simulation(step_ms, bubbles, stage_ms, replay.schedule, replay, passes, entry, link)
 
 
 def _shape(label: str, times: Times) -> tuple[int, int]:

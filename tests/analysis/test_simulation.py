@@ -120,19 +120,6 @@ def test_a_missing_time_is_missing_in_what_waits_for_it_only():
     assert np.isnan(replay.step_ms(passes)).tolist() == [False, True]
 
 
-def test_shapes_that_do_not_fit_are_named():
-    replay = compiled(PipelineSchedule.checked(2, 1, 4), False)
-    good = np.ones(replay.shape)
-    for arguments, word in (
-        ((good[0], {}), "passes has shape"),
-        ((1.0, {}), "passes has shape"),
-        ((good, {"entry": [1.0]}), "entry has shape"),
-        ((good, {"link": np.ones((2, 3))}), "link has shape"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            replay.step_ms(arguments[0], **arguments[1])
-
-
 @given(
     st.tuples(st.integers(3, 5), st.integers(2, 3), st.integers(1, 3)),
     st.booleans(),
