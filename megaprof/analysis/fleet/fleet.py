@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -252,7 +253,6 @@ def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
         rows = stacked(series.synchronising.values(), begin, len(step_ms))
         floor_ms = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation([pp for pp, _ in series.synchronising], rows, buckets, floor_ms)
-    call_of = reading.calls_of(key, {each.coords.rank for each in series.stood})
     return Fleet(
         target=key.target,
         role=key.role,
@@ -267,7 +267,7 @@ def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
         ),
         synchronisation=synchronisation,
         clock="device" if any(rank.device_clock for rank in ranks) else "host",
-        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), call_of),
+        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), partial(reading.call, key)),
     )
 
 

@@ -10,7 +10,7 @@ an exchange or in the gradient reduction, for a rank whose own passes took the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -110,8 +110,6 @@ class StoodStill(NamedTuple):
     """True if an exception ended the step."""
 
 
-CallOf = Callable[[int, int, int], list[Pass]]
-"""Reads one call of a rank, a step, and an index among the calls of this step (`call_of`)."""
 Rows = tuple[int, Floats]
 """Medians over buckets of steps, [row, bucket], NaN for buckets without steps, behind the number of the first bucket
 (step // width)."""
@@ -199,11 +197,26 @@ class FleetReading:
         """Returns the files of a job's ranks; none if the job has no timelines."""
         return {path for row in self.series[key].ranks for path in row.files} if key in self.series else set()
 
-    def calls_of(self, key: Key, ranks: Collection[int]) -> CallOf:
-        """Returns what reads single calls of some ranks, so that other timelines need not be kept any longer."""
-        files = {row.coords.rank: row.files for row in self.series[key].ranks if row.coords.rank in ranks}
-        timelines = self.timelines.only(path for paths in files.values() for path in paths)
-        return partial(call_of, timelines, files, key)
+    def call(self, key: Key, rank: int, step: int, index: int) -> list[Pass]:
+        """Returns one call of a rank, as a pass named after its target, followed by everything in it in order; an empty
+        list if its files do not have it. If the step ran more than once, the last run counts."""
+        files = next(row.files for row in self.series[key].ranks if row.coords.rank == rank)
+        latest: list[Pass] = []
+        for timeline, rows in self.timelines.steps_of(files, key):
+            steps = timeline.steps[rows]
+            for row in rows[(steps["step"] == step) & (steps["index"] == index)].tolist():
+                fixed, (present, times) = timeline.steps[row], timeline.times([row])
+                begin_ns, coords = int(fixed["start_ns"]), timeline.metadata[fixed["metadata"]].coords
+                if not len(present) or (latest and latest[0].start >= begin_ns):
+                    continue
+                end_ns = begin_ns + 1000 * int(fixed["duration"])
+                latest = [Pass(key.target, coords.pp, None, None, begin_ns, end_ns, coords.rank)]
+                spans_ns = begin_ns + 1000 * times[0]
+                for code, (start, end) in zip(timeline.shapes[fixed["shape"]].tolist(), spans_ns.tolist(), strict=True):
+                    if (name := codes.name(code)) is not None:
+                        chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
+                        latest.append(Pass(name.label, coords.pp, chunk, microbatch, start, end, coords.rank))
+        return latest
 
 
 def read_fleet(
@@ -402,29 +415,6 @@ def stacked(blocks: Iterable[Rows], begin: int, count: int) -> Floats:
         inside[:] = rows[:, : inside.shape[1]]
         parts.append(part)
     return np.concatenate(parts)
-
-
-def call_of(
-    timelines: Timelines, files: Mapping[int, Sequence[Path]], key: Key, rank: int, step: int, index: int
-) -> list[Pass]:
-    """Returns one call of a rank, as a pass named after its target, followed by everything in it in order; an empty
-    list if its files do not have it. If the step ran more than once, the last run counts. ``files``: by rank."""
-    latest: list[Pass] = []
-    for timeline, rows in timelines.steps_of(files[rank], key):
-        steps = timeline.steps[rows]
-        for row in rows[(steps["step"] == step) & (steps["index"] == index)].tolist():
-            fixed, (present, times) = timeline.steps[row], timeline.times([row])
-            begin_ns, coords = int(fixed["start_ns"]), timeline.metadata[fixed["metadata"]].coords
-            if not len(present) or (latest and latest[0].start >= begin_ns):
-                continue
-            end_ns = begin_ns + 1000 * int(fixed["duration"])
-            latest = [Pass(key.target, coords.pp, None, None, begin_ns, end_ns, coords.rank)]
-            spans_ns = begin_ns + 1000 * times[0]
-            for code, (start, end) in zip(timeline.shapes[fixed["shape"]].tolist(), spans_ns.tolist(), strict=True):
-                if (name := codes.name(code)) is not None:
-                    chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
-                    latest.append(Pass(name.label, coords.pp, chunk, microbatch, start, end, coords.rank))
-    return latest
 
 
 def stood_still(

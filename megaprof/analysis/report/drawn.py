@@ -12,7 +12,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import CallOf
+from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation import Simulation
@@ -110,13 +110,14 @@ def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table |
     return StepTimeline(key[0], tuple(rows), max(max(len(s.metadata.chunks), 1) for s in chosen), tuple(notes))
 
 
-def of_table(table: Table, measured: TargetStages, call_of: CallOf) -> StepTimeline:
+def of_table(table: Table, measured: TargetStages, reading: FleetReading) -> StepTimeline:
     """Returns the last step of a table, on the clock of the table: of a run that became slow, it shows the present.
     The first rank of every stage, and slow ranks, are drawn with everything that their timelines hold."""
+    key = Key(table.target, table.role, table.sizes)
     t = int(np.searchsorted(table.steps, table.steps[-1]))
     rows = []
     for stage in _drawn(measured):
-        call = call_of(stage.ranks[0], int(table.steps[t]), int(table.calls[t]))
+        call = reading.call(key, stage.ranks[0], int(table.steps[t]), int(table.calls[t]))
         if not call:
             continue  # the file has gone since the table was made
         whole, *passes = call

@@ -292,8 +292,7 @@ def analyze(
         draw: Callable[[], StepTimeline] | None = None
         role: drawn.Role | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
-            call_of = fleet_reading.calls_of(key, [row.ranks[0] for row in report.shown])
-            draw = partial(drawn.of_table, table, report, call_of)
+            draw = partial(drawn.of_table, table, report, fleet_reading)
         elif of_key is not None:
             draw = partial(drawn.of_steps, of_key.steps, report, table)
         trains_too = report.forward_only and not training.isdisjoint(fleet_reading.files_of(key))
@@ -301,7 +300,7 @@ def analyze(
             report = replace(report, iterations=table.iterations)
             if series is not None and table.iterations is not None and table.iterations.ms_of(*OF_RL):
                 first = next(row for row in series.ranks if row.coords.rank in table.ranks)
-                files = partial(fleet_reading.timelines.only(first.files).steps_of, first.files, key)
+                files = partial(fleet_reading.timelines.steps_of, first.files, key)
                 role = key.role or key.target, first.coords.rank, first.host, files
         found.append((report, by_hand, draw, role))
     found.sort(key=lambda target: order(target[0]))

@@ -96,8 +96,7 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     # Peers wait for each other in every pass, so one of them shows the passes of all, but not which one enters late.
     one_peer = step_count * sum(map(len, peer_groups)) * passes_per_rank > _MOST_PASSES
     items = peer_groups if one_peer else [[peer] for peers in peer_groups for peer in peers]
-    of_table = timelines.only(path for peers in items for path in peers[0].files)
-    read = in_processes(partial(_steps, of_table, plan), items, workers, timelines.useful_processes(len(items)))
+    read = in_processes(partial(_steps, timelines, plan), items, workers, timelines.useful_processes(len(items)))
     rank_steps = [replace(rank, place=(*rank.place[:2], 0)) if one_peer else rank for rank in read if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))

@@ -158,11 +158,11 @@ def read_all(paths: Sequence[Path], workers: Workers = 1, progress: Progress | N
 class Timelines:
     """The timelines of a job. A copy in another process keeps none."""
 
-    def __init__(self, paths: Iterable[Path] = (), *, keep: bool = True) -> None:
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
         self.paths = tuple(paths)
         """The files."""
         self._bytes = sum(_sizes_of(self.paths).values())
-        self._keeps = keep and self._bytes <= _KEPT
+        self._keeps = self._bytes <= _KEPT
         self._kept: dict[Path, format.Timeline] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -186,13 +186,6 @@ class Timelines:
                 timeline = self.read(path)
                 of_key = [(each.target, each.role, each.sizes) == key for each in timeline.metadata]
                 yield timeline, np.flatnonzero(np.array(of_key, dtype=np.bool_)[timeline.steps["metadata"]])
-
-    def only(self, files: Iterable[Path]) -> Timelines:
-        """Returns some of them, so that the others need not be kept any longer."""
-        chosen = Timelines(keep=self._keeps)
-        chosen.paths = tuple(files)
-        chosen._kept = {path: self._kept[path] for path in chosen.paths if path in self._kept}
-        return chosen
 
     def useful_processes(self, items: int) -> int:
         """Returns the largest number of processes that is worth it for reading all files in so many ``items``."""

@@ -114,7 +114,8 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
     assert (rank.steps, rank.left_out, rank.last_step) == (7, 3, 9)
 
 
-def test_ranks_without_common_steps_take_no_more_memory(tmp_path: Path) -> None:
+def test_ranks_without_common_steps_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaprof.analysis.trace.reading._KEPT", 0)
     together = write_timelines(tmp_path / "together", WorldLayout(ParallelSizes(dp=48)), steps=20, microbatches=1)
     apart = [tmp_path / path.name for path in together]
     for rank, (path, other) in enumerate(zip(together, apart, strict=True)):
@@ -127,7 +128,7 @@ def test_ranks_without_common_steps_take_no_more_memory(tmp_path: Path) -> None:
         other.write_bytes(b"".join(records))
     peaks = []
     for paths in (together, apart):
-        timelines = Timelines(paths, keep=False)
+        timelines = Timelines(paths)
         tracemalloc.start()
         (series,) = read_fleet(timelines).series.values()
         peaks.append(tracemalloc.get_traced_memory()[1])
