@@ -15,6 +15,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from isal import igzip
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import brief, clause, of_clocks
 from megaprof.analysis.table.matching import Ends, ends_of, exchanged
-from megaprof.analysis.table.table import Table
+from megaprof.analysis.table.table import Unfit
 from megaprof.analysis.table.traced import jobs_of, table_of
 from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.columns import KERNEL
@@ -230,12 +231,12 @@ def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int]
     names = {rank: f"rank {rank}" if host is None else f"host {host}" for rank, host in hosts.items()}
     offset_ns, uncertain_ms = dict[int, int](), None
     for job in jobs_of(step for rank in ranks for step in rank.steps):
-        table = table_of(job)
-        if isinstance(table, Table) and table.clocks and not offset_ns:
-            # Replicas that reduce no gradients begin independently.
-            together = (table.ranks if table.reduces else table.ranks[:1]).ravel().tolist()
-            offset_ns = {rank: table.offset_of(rank, 0) for rank in together if rank in names}
-            uncertain_ms = table.aligned_ms
+        with suppress(Unfit):
+            if (table := table_of(job)).clocks and not offset_ns:
+                # Replicas that reduce no gradients begin independently.
+                together = (table.ranks if table.reduces else table.ranks[:1]).ravel().tolist()
+                offset_ns = {rank: table.offset_of(rank, 0) for rank in together if rank in names}
+                uncertain_ms = table.aligned_ms
     first = next(rank for rank in names if rank in (offset_ns or names))
     of_clock = {names[rank]: ns for rank, ns in offset_ns.items()}
     known = {names[first], *of_clock}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megaprof.analysis.diagnosis.stages import TargetStages, averages, of_steps, order
 from megaprof.analysis.fleet.fleet import survey
-from megaprof.analysis.fleet.reading import Key, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, Key, read_fleet
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.table.traced import jobs_of, table_of, tables
+from megaprof.analysis.table.traced import jobs_of, tables
 from megaprof.analysis.trace.reading import read_all, recordings_in, runs_in
 from megaprof.analysis.trace.steps import TracedStep
 
@@ -26,13 +26,13 @@ def tables_in(directory: Path) -> dict[Key, Table | Unfit]:
 
 def tables_of_steps(steps: Iterable[TracedStep]) -> dict[Key, Table | Unfit]:
     """The table of every job that these steps are of, or why there is none."""
-    return {job.key: table_of(job) for job in jobs_of(steps)}
+    return tables(jobs_of(steps), FleetReading())
 
 
 def stages_of(steps: Iterable[TracedStep]) -> list[TargetStages]:
     """The stages of every job that these steps are of."""
     found = []
     for job in jobs_of(steps):
-        table = table_of(job)
+        (table,) = tables([job], FleetReading()).values()
         found.append(of_steps(job, table.note) if isinstance(table, Unfit) else averages(table))
     return sorted(found, key=order)

@@ -6,7 +6,7 @@ Steps that belong together are found first. What is missing, recorded twice, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -73,8 +73,24 @@ def jobs_of(steps: Iterable[TracedStep]) -> list[Job]:
                 job.warn(Note("other_sizes", said=str(other_key.sizes)))
         _leave_out(job)
         _check_same_job(job)
-        for step in job.steps:
-            _explain(step, job)
+        for step in job.steps:  # why its numbers are missing
+            if step.unseen is not None:
+                job.warn(step.unseen, step.stage, block=True)
+                continue
+            if not len(step.passes.kind):
+                why = step.metadata.ranges.reason or "no ranges in it"
+                job.warn(Note("passes_unknown", said=why), step.stage, block=True)
+            if step.incomplete:
+                job.warn(Note("left_out", files=(step.source,), why=step.incomplete), step.stage)
+            if step.has_kernels and not step.on_gpu:
+                job.warn(Note("passes_unknown", said=LAUNCHES_UNKNOWN), step.stage, block=True)
+            if step.target == WHOLE_STEP:
+                job.warn(Note("whole_step"), block=True)
+            if (step.passes.kind == 2).any():
+                why = "they ran combined, so only their sum, compute, is known"
+                job.warn(Note("passes_unknown", said=why), step.stage)
+            for reason in step.reasons:
+                job.warn(reason, step.stage)
         jobs.append(job)
     return jobs
 
@@ -168,26 +184,6 @@ def _without_axes(job: Job) -> None:
     job.steps = [replace(step, spent={**step.spent, **unknown}) for step in job.steps]
 
 
-def _explain(step: TracedStep, job: Job) -> None:
-    """Notes why numbers of ``step`` are missing."""
-    pp = step.stage
-    if step.unseen is not None:
-        job.warn(step.unseen, pp, block=True)
-        return
-    if not len(step.passes.kind):
-        job.warn(Note("passes_unknown", said=step.metadata.ranges.reason or "no ranges in it"), pp, block=True)
-    if step.incomplete:
-        job.warn(Note("left_out", files=(step.source,), why=step.incomplete), pp)
-    if step.has_kernels and not step.on_gpu:
-        job.warn(Note("passes_unknown", said=LAUNCHES_UNKNOWN), pp, block=True)
-    if step.target == WHOLE_STEP:
-        job.warn(Note("whole_step"), block=True)
-    if (step.passes.kind == 2).any():
-        job.warn(Note("passes_unknown", said="they ran combined, so only their sum, compute, is known"), pp)
-    for reason in step.reasons:
-        job.warn(reason, pp)
-
-
 #: Groups that communicate inside a pass. Gradients and exchanges come between passes.
 _INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
@@ -195,15 +191,8 @@ _MS = 1e-6
 _MOST_UNCERTAIN = 0.02
 
 
-def table_of(job: Job) -> Table | Unfit:
-    """Returns the table of the steps of a job, or why there is none."""
-    try:
-        return _table(job)
-    except Unfit as fault:
-        return fault
-
-
-def _table(job: Job) -> Table:
+def table_of(job: Job) -> Table:
+    """Returns the table of the steps of a job. Raises Unfit if there is none, or if the steps are of different runs."""
     # If stages are missing, the times of the others are still known.
     if job.unjudgeable and job.unjudgeable.kind != "stages_missing":
         raise Unfit(job.unjudgeable)
@@ -222,23 +211,19 @@ def _table(job: Job) -> Table:
         known = table.clocks and (table.aligned_ms or 0.0) <= _MOST_UNCERTAIN * table.length.min()
         transfer_ms, waiting_ms = meetings(table, steps if known else ())
         table = replace(table, spent={**table.spent, "pp": transfer_ms, "pp_waiting": waiting_ms})
-    warnings = [*job.warnings(), *_warnings(table, steps)]
-    return replace(table, profiled_length=table.length, warnings=tuple(warnings))
-
-
-def _warnings(table: Table, steps: Sequence[TracedStep]) -> Iterator[Note]:
-    """Yields what is wrong with the steps of a table, or missing. Raises Unfit if they are from different runs."""
     begin, end = table.entry, table.end.max(axis=(3, 4, 5))
-    reduces = "backward" in table.schedule.kinds
     for t, number in enumerate(table.steps.tolist()):
-        for rows in [slice(None)] if reduces else range(begin.shape[1]):
+        # Replicas that reduce no gradients need not run at the same time.
+        for rows in [slice(None)] if "backward" in schedule.kinds else range(begin.shape[1]):
             extents = np.column_stack((begin[t, rows].ravel(), end[t, rows].ravel()))
             extents = extents[np.isfinite(extents).all(axis=1)]
             extents = extents[np.argsort(extents[:, 0])]
             if (extents[1:, 0] >= np.maximum.accumulate(extents[:-1, 1])).any():
                 raise Unfit(Note("not_comparable", steps=(number,), said="stages do not overlap in time"))
-    if steps[0].on_gpu and steps[0].metadata.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
-        yield Note("exposed_unknown", names=("pp",), said="only one end of its exchanges is known")
+    warnings = job.warnings()
+    if steps[0].on_gpu and table.sizes.pp > 1 and not np.isfinite(table.spent["pp"]).all():
+        warnings += (Note("exposed_unknown", names=("pp",), said="only one end of its exchanges is known"),)
+    return replace(table, profiled_length=table.length, warnings=warnings)
 
 
 def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) -> RankSteps:
@@ -334,7 +319,12 @@ def tables(
     together. ``jobs``: those with traces; ``fleets``: the survey of the timelines."""
     by_key = tables_of_timelines(reading, fleets, workers)
     for job in jobs:
-        from_traces, from_timelines = table_of(job), by_key.get(job.key)
+        from_timelines = by_key.get(job.key)
+        from_traces: Table | Unfit
+        try:
+            from_traces = table_of(job)
+        except Unfit as fault:
+            from_traces = fault
         if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
             by_key[job.key] = completed(from_timelines, from_traces) or from_traces
         elif not isinstance(from_timelines, Table):
