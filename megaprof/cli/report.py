@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, Report, analyze
+from megaprof.analysis.report.report import NoSuchRun, NothingToReport, Report, analyze
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.reading import Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
@@ -134,8 +134,6 @@ def report_on(directory: Path, number: int | None = None, workers: Workers | Non
     try:
         with progress("reading") as advance:
             report = analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number)
-    except NoCluster as fault:
-        raise Unanswerable(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
     except NothingToReport as fault:

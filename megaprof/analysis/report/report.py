@@ -49,7 +49,6 @@ from megaprof.analysis.trace.reading import (
     recordings_in,
     runs_in,
 )
-from megaprof.analysis.trace.reading import NoCluster as NoCluster
 from megaprof.analysis.trace.reading import NoSuchRun as NoSuchRun
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
@@ -249,7 +248,7 @@ def analyze(
     Raises:
         NothingToReport: No file can be used.
         NoSuchRun: There is no run with that number.
-        NoCluster: The Ray cluster cannot be used.
+        Unanswerable: The Ray cluster cannot be used.
     """
     path = place(source)
     if isinstance(workers, str):

@@ -48,6 +48,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.topology import ParallelSizes
 
 #: For fewer bytes of traces, or of timelines, than this, one process is quicker than several.
@@ -142,8 +143,7 @@ def traces_in(path: Path) -> list[Trace]:
 
 def read_all(paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Yields the reading of each file, in order. ``workers``: the maximum number of processes, or a Ray cluster
-    (`in_processes`). Uses fewer processes if more would not be faster or would not fit into memory. Raises
-    NoCluster."""
+    (`in_processes`). Uses fewer processes if more would not be faster or would not fit into memory."""
     sizes, useful = _sizes_of(paths), 1
     if sum(sizes.values()) >= _WORTH_IT:
         bytes_of = {path: size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items()}
@@ -192,16 +192,12 @@ class Timelines:
         return 1 if self._bytes < _TIMELINES_WORTH_IT else max(1, min(items, _processors()))
 
 
-class NoCluster(Exception):
-    """There is no Ray cluster to read on; the message says why."""
-
-
 def in_processes(
     work: Callable[[Item], Result], items: Sequence[Item], workers: Workers, useful: int
 ) -> Iterator[Result]:
     """Yields the result of ``work`` for each item, in order, computed in ``workers`` processes, but at most ``useful``
     ones; a cluster decides for itself. If one of them is killed, most likely for its memory, this process does the
-    rest, because one item at a time may still fit. Raises NoCluster.
+    rest, because one item at a time may still fit. Raises Unanswerable if there is no cluster.
 
     Decoding holds the interpreter's lock, so threads would not help: two threads read two traces no faster than one
     does. A process takes about half a second to start, and imports the main module again. So a script that asks for
@@ -235,19 +231,19 @@ def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str)
     try:
         ray: Any = import_module("ray")
     except ImportError as fault:
-        raise NoCluster(f"the package ray cannot be imported: {fault}") from None
+        raise Unanswerable(f"--workers {address}: the package ray cannot be imported: {fault}") from None
     ours = not ray.is_initialized()
     if ours:
         try:
             ray.init(address="auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
         except Exception as fault:
-            raise NoCluster(f"no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
+            raise Unanswerable(f"--workers {address}: no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
     with ExitStack() as at_end:
         if ours:
             at_end.callback(ray.shutdown)
         count = min(int(ray.available_resources().get("CPU", 0)), len(items))
         if count < 1:
-            raise NoCluster("no processor of the Ray cluster is free")
+            raise Unanswerable(f"--workers {address}: no processor of the Ray cluster is free")
         pool = import_module("ray.util.multiprocessing").Pool(count, inputs.allow, (inputs.allowed(),))
         at_end.callback(pool.terminate)
         with suppress(ray.exceptions.RayError):
