@@ -95,6 +95,7 @@ def report_directory(
     """
     from rich.console import Console
 
+    from megaprof.analysis.report.html import page
     from megaprof.analysis.report.terminal import show
 
     files = {option: path for option, path in (("--json", json_file), ("--html", html_file)) if path is not None}
@@ -105,8 +106,14 @@ def report_directory(
     # file cannot be written, the report is still printed.
     fault = None
     for option, path in files.items():
+        content = page(report, report.steps()).encode() if option == "--html" else _json(report)
         try:
-            _write(option, path, report)
+            with writing(option, path):
+                if path.exists() and not path.is_file():  # a device, or a pipe
+                    path.write_bytes(content)
+                else:
+                    with appearing(path, sync=False) as file:
+                        file.write(content)
         except Unanswerable as why:
             fault = why
     if as_json:
@@ -156,19 +163,6 @@ def _refuse_to_lose(option: str, path: Path) -> None:
         content = b""
     if not all(mark.encode() in content for mark in _MARKS[option]):
         raise UsageError(f"{option} {path} exists and is not a report by megaprof, so it is not overwritten")
-
-
-def _write(option: str, path: Path, report: Report) -> None:
-    """Writes the report as the ``option`` says. Raises Unanswerable if the file cannot be written."""
-    from megaprof.analysis.report.html import page
-
-    content = page(report, report.steps()).encode() if option == "--html" else _json(report)
-    with writing(option, path):
-        if path.exists() and not path.is_file():  # a device, or a pipe
-            path.write_bytes(content)
-        else:
-            with appearing(path, sync=False) as file:
-                file.write(content)
 
 
 def _json(report: Report) -> bytes:

@@ -281,8 +281,10 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
         costs = misfits(*(np.abs(longest[nearby] - ms) for ms in (shift.before_ms, shift.after_ms)))
         return replace(shift, step=int(steps[nearby][np.argmin(costs[:-1])]))
 
+    # Each is one of the times: nothing between two times was measured.
+    percentiles = np.percentile(longest, (50, 95, 99, 100), method="inverted_cdf").tolist() if len(longest) else None
     return StepTimes(
-        step=Percentiles.of(longest) if len(longest) else None,
+        step=Percentiles(*percentiles) if percentiles else None,
         step_ms=_plain(step_ms),
         step_shifts=tuple(map(exact, shifts(step_ms, step_ms, buckets, noise_of(step_ms[None])))),
         single=single_steps(steps, longest),

@@ -62,11 +62,6 @@ class Percentiles:
     max: float
     """Longest time."""
 
-    @classmethod
-    def of(cls, values: Floats) -> Percentiles:
-        # Each is one of the times: nothing between two times was measured.
-        return cls(*np.percentile(values, (50, 95, 99, 100), method="inverted_cdf").tolist())
-
 
 class Key(NamedTuple):
     """A target, a role and parallel sizes, which are reported together."""

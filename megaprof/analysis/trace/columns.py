@@ -242,21 +242,21 @@ class KinetoEvents(Events):
         """Collects what is read of some events. It becomes columns when all of it is there."""
         self._rows += len(events)
         self._columns.setdefault(category, [])
-        values: dict[str, Iterable[Any]] = {"start": map(_START, events), "duration": map(_DURATION, events)}
-        values |= {column: self._values(column, events) for column in ("name", *self._wanted[category])}
-        for column, of_events in values.items():
-            self._collected[category].setdefault(column, array(_TYPES.get(column, "q"))).extend(of_events)
-
-    def _values(self, column: str, events: Sequence[Event]) -> Iterable[Any]:
-        if column == "name":
-            return map(self._numbers.__getitem__, map(_NAME, events))
-        if column == "thread":
-            return map(self._places.__getitem__, map(_PLACE, events))
-        if column == "said":
-            use_of, words = self._use_of, self._words
-            return [0 if use_of(event.name) == COMPUTE else words[_SAID(event)] for event in events]
-        values = [*map(attrgetter(f"args.{column}"), events)]
-        try:
-            return array("q", values)
-        except OverflowError:  # the file is hostile
-            return [value if abs(value) < LONGEST else 0 for value in values]
+        for column in ("start", "duration", "name", *self._wanted[category]):
+            values: Iterable[Any]
+            if column in ("start", "duration"):
+                values = map(_START if column == "start" else _DURATION, events)
+            elif column == "name":
+                values = map(self._numbers.__getitem__, map(_NAME, events))
+            elif column == "thread":
+                values = map(self._places.__getitem__, map(_PLACE, events))
+            elif column == "said":
+                use_of, words = self._use_of, self._words
+                values = [0 if use_of(event.name) == COMPUTE else words[_SAID(event)] for event in events]
+            else:
+                numbers = [*map(attrgetter(f"args.{column}"), events)]
+                try:
+                    values = array("q", numbers)
+                except OverflowError:  # the file is hostile
+                    values = [number if abs(number) < LONGEST else 0 for number in numbers]
+            self._collected[category].setdefault(column, array(_TYPES.get(column, "q"))).extend(values)
