@@ -28,8 +28,6 @@ from megaprof.metrics import HostBound, SlowRanks, Summary, host_bound, slow_ran
 from megaprof.parallel.peers import Flags, began, moving_median
 
 _CULPRITS = 4
-#: Of the stages with slow ranks, those where they are slowest.
-_SLOWEST = 8
 #: Seconds by which the clocks of two hosts may differ.
 _CLOCKS_SECONDS = 60.0
 #: Steps of a running median, in which two unlike ones do not count.
@@ -56,15 +54,10 @@ class View:
         return summarise(self.job.run, self.statuses.values())
 
     @cached_property
-    def slow_of_stages(self) -> list[SlowRanks]:
-        """The ranks that are slower than their peers, of each stage that has some (`slow_ranks`)."""
-        return slow_ranks(self.statuses[rank] for rank in self.heard)
-
-    @cached_property
     def slow(self) -> SlowRanks | None:
-        """Those of the stage where they are slowest, and since when the slowest one is at least half as slow as now;
-        None if there are none."""
-        slow = next(iter(self.slow_of_stages), None)
+        """The ranks that are slower than their peers, of the stage where they are slowest (`slow_ranks`), and since
+        when the slowest one is at least half as slow as now; None if there are none."""
+        slow = next(iter(slow_ranks(self.statuses[rank] for rank in self.heard)), None)
         if slow is None:
             return None
         half = 1.0 + (slow.ratio - 1.0) / 2
@@ -351,17 +344,3 @@ def stages_table(view: View) -> TableView:
     ]
     slow = [place for place, stage in enumerate(summary.stages) if stage.pp == summary.slow_stage]
     return table("stages of the job", rows, slow)
-
-
-def slow_ranks_table(view: View) -> TableView:
-    rows = [
-        {
-            Column("rank"): slow.ranks[0],
-            Column("stage"): slow.stage,
-            Column("computes", unit="ms"): number(slow.compute_ms),
-            Column("its peers", unit="ms"): number(slow.peers_ms),
-            Column("times as long"): f"{slow.ratio:.1f}",
-        }
-        for slow in view.slow_of_stages[:_SLOWEST]
-    ]
-    return table("slow ranks", rows)
