@@ -33,7 +33,7 @@ from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, Undecodable
 from megaprof.analysis.trace.reading import Runs, Timelines, read, recordings_in, runs_in, traces_in
 from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
-from megaprof.analysis.trace.traces import Part, refusing
+from megaprof.analysis.trace.traces import refusing
 from megaprof.formats import ranges
 from megaprof.formats.inputs import BrokenOff, unpacked
 from megaprof.formats.metadata import Metadata
@@ -117,11 +117,11 @@ class MergeAnswer:
 
 @dataclass
 class _Rank:
-    """A rank that will be written. ``part``: its part of a file with several processes or windows. ``arrows``: the
+    """A rank that will be written. ``events`` reads those of a file with several processes or windows. ``arrows``: the
     events that draw its ends of arrows, by the range in which they start or end."""
 
     path: Path
-    part: Part | None
+    events: Callable[[], Iterator[dict[str, Any]]] | None
     coords: Place
     steps: tuple[TracedStep, ...]
     ends: Ends
@@ -214,8 +214,8 @@ def _examine(path: Path, name: StepName, warnings: list[Note]) -> list[_Rank]:
             start = trace.ranges[0].start if trace.ranges else 0
             steps = tuple(steps_of(trace))
             ends = ends_of(trace.metadata, steps)
-            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, steps, ends, start, trace.base))
-        elif trace.part is None:
+            ranks.append(_Rank(trace.path, trace.events, trace.metadata.coords, steps, ends, start, trace.base))
+        elif trace.events is None:
             warnings.append(Note("skipped", files=(trace.path.name,), said=f"it holds {found_step}"))
     return ranks
 
@@ -330,8 +330,8 @@ def _events(rank: _Rank) -> Iterator[Any]:
     Unanswerable if the file has changed since it was first read."""
     try:
         with refusing():
-            if rank.part is not None:
-                yield from nsys.events_of(rank.path, rank.part, rank.base)
+            if rank.events is not None:
+                yield from rank.events()
                 return
             document = Document[Any](unpacked(rank.path), Any)
             for events in document:

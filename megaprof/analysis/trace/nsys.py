@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
-from megaprof.analysis.trace.traces import Part, Trace, TracedRange, names_a_step, within
+from megaprof.analysis.trace.traces import Trace, TracedRange, names_a_step, within
 from megaprof.formats import ranges
 from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
 from megaprof.formats.metadata import Metadata, read_sidecar, sidecars
@@ -334,7 +335,7 @@ class NsysFile:
                 gpu=window_gpu if has_kernels else None,
                 unseen=without_times(window_gpu) if has_kernels else why_none,
                 collectives=() if has_kernels else None,
-                part=Part(pid, begin, end),
+                events=partial(_events_of, self._path, pid, (begin, end), events.base),
                 base=events.base,
             )
 
@@ -382,19 +383,19 @@ class NsysFile:
         return None
 
 
-def events_of(path: Path, part: Part, base: int) -> Iterator[dict[str, Any]]:
-    """Yields all events of one process in one window, in Chrome's format. ``base``: when the session began, in
-    nanoseconds since the epoch. Raises Undecodable and OSError."""
+def _events_of(path: Path, pid: int, window: tuple[int, int], base: int) -> Iterator[dict[str, Any]]:
+    """Yields all events of one process from the begin of a window until before its end, in Chrome's format. ``base``:
+    when the session began, in nanoseconds since the epoch. Raises Undecodable and OSError."""
     with _opened(path) as tables:
-        events = _events_in(tables, ["*"])[part.pid]
+        events = _events_in(tables, ["*"])[pid]
     for category in (ANNOTATION, *LAUNCHES, KERNEL, *COPIES):
         columns = events.take(category)
         start = columns.spans[:, 0] + base
-        columns = columns.rows((start >= part.begin) & (start < part.end))
+        columns = columns.rows((start >= window[0]) & (start < window[1]))
         for name, thread, (start_ns, end_ns) in zip(
             columns.name.tolist(), columns.thread.tolist(), columns.spans.tolist(), strict=True
         ):
             yield {
-                **{"ph": "X", "cat": category, "name": events.names[name], "pid": part.pid},
+                **{"ph": "X", "cat": category, "name": events.names[name], "pid": pid},
                 **{"tid": events.threads[thread][1], "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000},
             }

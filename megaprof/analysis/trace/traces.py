@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,16 +57,6 @@ class TracedRange:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One window of one process, in a file that holds several. Launches belong to it from ``begin`` until before
-    ``end``, in wall-clock nanoseconds."""
-
-    pid: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Trace:
     """One readable file, or one window in it."""
 
@@ -86,8 +77,8 @@ class Trace:
     """Why it has no kernels, or none with usable times, although the model ran on a GPU; None if it has some, or if the
     model ran on a CPU."""
     warnings: tuple[Note, ...] = ()
-    part: Part | None = None
-    """Its part of the file; None if it is all of it."""
+    events: Callable[[], Iterator[dict[str, Any]]] | None = None
+    """Reads its events again, in Chrome's format, from a file that holds several windows; None if it is all of it."""
     cut: str | None = None
     """Why its file ends too early, so that sums may be too small; None for a whole file."""
     base: int = 0
