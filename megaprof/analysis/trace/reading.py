@@ -237,7 +237,8 @@ def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str)
         try:
             ray.init(address="auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
         except Exception as fault:
-            raise Unanswerable(f"--workers {address}: no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
+            why = " ".join(str(fault).split())[:300]
+            raise Unanswerable(f"--workers {address}: no Ray cluster can be reached: {why}") from None
     with ExitStack() as at_end:
         if ours:
             at_end.callback(ray.shutdown)

@@ -22,17 +22,6 @@ from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Baseline, Kind, Prediction, gained
 
-#: Packings that a person may ask for by name.
-BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
-    "balanced",
-    "tokens",
-    "pooled",
-    "long-first",
-    "long-last",
-    "alternating",
-    "fewer",
-)
-
 #: The options with which each host deals sequences by their lengths, read in the versions of docs/hosts. Megatron-LM's
 #: core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
 _SWITCHES = {
@@ -90,16 +79,16 @@ def sequences_of(run: Examined) -> Sequences | None:
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> list[Step] | None:
     """Returns the sequences of each step, packed by one of `PLANS` into this number of microbatches. None if some
-    microbatch would have more tokens than any captured one, or if Megatron refuses the number. `FEWER` without a number
-    takes the fewest."""
+    microbatch would have more tokens than any captured one, or if Megatron refuses the number. ``fewer`` without a
+    number takes the fewest."""
     replay = sequences.run.view.replay
     captured = replay.schedule.microbatches
-    if name == FEWER and microbatches is None:
+    if name == "fewer" and microbatches is None:
         least = max(math.ceil(sum(map(sum, replica)) / sequences.most) for step in sequences.steps for replica in step)
         fewer = (plan(sequences, name, count) for count in range(max(least, 1), captured))
         return next((laid for laid in fewer if laid is not None), None)
     count = microbatches or captured
-    steps = [_PLANS[name](sequences, step, count) for step in sequences.steps]
+    steps = [PLANS[name](sequences, step, count) for step in sequences.steps]
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     try:
         rescheduled(replay, replay.schedule.chunks, count)
@@ -138,7 +127,7 @@ def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
 def plans(sequences: Sequences) -> list[Prediction]:
     """Returns every plan that is possible, the quickest first, followed by the bound that no packing can beat."""
     several = sequences.work.shape[1] > 1
-    possible = {name: plan(sequences, name) for name in PLANS if several or name != POOLED}
+    possible = {name: plan(sequences, name) for name in PLANS if several or name != "pooled"}
     predictions = [repacked(sequences, steps, name)[0] for name, steps in possible.items() if steps is not None]
     # The bound: all microbatches of a step take equally long.
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
@@ -223,13 +212,14 @@ def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[
     return lambda sequences, step, count: [order(_longest_first(sequences, replica)) for replica in step]
 
 
-_PLANS: dict[str, Callable[[Sequences, Step, int], Step | None]] = {
-    BALANCED: _balanced,
-    BY_TOKENS: lambda sequences, step, count: _balanced(sequences, step, count, float),
-    POOLED: _pooled,
-    LONG_FIRST: _ordered(list),
-    LONG_LAST: _ordered(lambda longest_first: longest_first[::-1]),
+#: Packings that a person may ask for by name.
+PLANS: dict[str, Callable[[Sequences, Step, int], Step | None]] = {
+    "balanced": _balanced,
+    "tokens": lambda sequences, step, count: _balanced(sequences, step, count, float),
+    "pooled": _pooled,
+    "long-first": _ordered(list),
+    "long-last": _ordered(lambda longest_first: longest_first[::-1]),
     # The longest, the shortest, the second longest, the second shortest, and so on.
-    ALTERNATING: _ordered(lambda longest: [longest[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest))]),
-    FEWER: _balanced,
+    "alternating": _ordered(lambda longest: [longest[-(i + 1) // 2 if i % 2 else i // 2] for i in range(len(longest))]),
+    "fewer": _balanced,
 }

@@ -86,8 +86,8 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
         if packed is None:
             continue
         found, count = repacked(known, packed)[0], before.schedule.microbatches
-        laid = [packing._PLANS[name](known, step, count) for step in steps]
-        if name == packing.FEWER or any(step is None for step in laid):
+        laid = [PLANS[name](known, step, count) for step in steps]
+        if name == "fewer" or any(step is None for step in laid):
             continue
         after = having(table, [step for step in laid if step is not None])
         speedup = before.length.mean() / after.length.mean()
@@ -100,7 +100,7 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
         assert was == now, "the same sequences"
     told = plans(known)
     assert told[-1].kind == "even_packing"
-    assert told[0].packing == packing.POOLED
+    assert told[0].packing == "pooled"
     assert told[0].speedup.low > 1.05
     assert told[-1].speedup.value >= told[0].speedup.value * 0.99, "no packing beats even ones"
     advised, _ = what_if(run, diagnose(run))
@@ -117,7 +117,7 @@ def test_why_there_is_nothing_to_pack(table: Table, told: bool) -> None:
     assert known is not None
     assert (known.sequences, known.alike) == (None, told)
     with pytest.raises(Unanswerable):
-        chosen(known, {"packing": packing.BALANCED})
+        chosen(known, {"packing": "balanced"})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,7 +132,7 @@ def test_what_disturbs_some_passes_is_nothing_that_a_packing_gains(table: Table,
     before = disturbed(drawn(table))
     known = sequences_of(examine(before))
     assert known is not None
-    for name in (packing.BALANCED, packing.FEWER):
+    for name in ("balanced", "fewer"):
         laid = plan(known, name)
         assert laid is not None
         found, *_ = repacked(known, laid)
@@ -146,7 +146,7 @@ def test_fewer_microbatches_are_as_few_as_have_room(table: Table) -> None:
     """10 microbatches of 8 tokens would hold all tokens, but no two sequences of 5 go into one, nor 5 and 4."""
     known = sequences_of(examine(having(table, [[[(8,), *[(5,)] * 8, *[(4,)] * 7]] * 2] * len(table.steps))))
     assert known is not None
-    found = plan(known, packing.FEWER)
+    found = plan(known, "fewer")
     assert found is not None
     assert {len(replica) for step in found for replica in step} == {13}
 
@@ -160,7 +160,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     assert known is not None
     held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
     by_hand = Changeable(Baseline.of(run).longest(), held, None, sequences=known)
-    alone = plan(known, packing.BALANCED)
+    alone = plan(known, "balanced")
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.step_ms == repacked(known, alone)[0].step_ms
     for count in (16, 24):
@@ -193,7 +193,7 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     assert known is not None
     best = found.packings[0]
     assert best.speedup.low > 1.02
-    by_hand = chosen(known, {"packing": packing.POOLED}).prediction
+    by_hand = chosen(known, {"packing": "pooled"}).prediction
     assert (by_hand.packing, by_hand.speedup.value) == (best.packing, pytest.approx(best.speedup.value))
     assert chosen(known, {"layout": "4"}).setting == known.captured
     for refused in ({"layout": "2,2"}, {"chunks": "2"}):
@@ -217,11 +217,11 @@ def test_replicas_with_unequal_work_gain_by_pooling_however_alike_the_microbatch
     assert ("unequal_replicas", "data") in [(each.kind, each.reason) for each in told.causes]
     known = sequences_of(run)
     assert known is not None
-    laid = plan(known, packing.POOLED)
+    laid = plan(known, "pooled")
     assert laid is not None
     best = what_if(run, told)[0].packings[0]
     after = having(table, laid)
-    assert best.packing == packing.POOLED
+    assert best.packing == "pooled"
     assert best.speedup.value == pytest.approx(before.length.mean() / after.length.mean(), rel=0.02)
     assert best.speedup.low > 1.05
 
