@@ -107,12 +107,27 @@ class View:
         """The standstill of the job, as its statuses show it: now, or when it, or some of its ranks, were killed in the
         middle of a step. None if it runs, or if it ended normally; its timelines show where it had stood still before.
         """
-        if self.job.run.ended is not None and not any(culprit.silent for culprit in self.blame.culprits):
+        lasts, blame = self.silence is None, self.last_blame
+        outcome: Literal["lasts", "unfinished"] = "lasts" if lasts else "unfinished"
+        ended = self.job.run.ended is not None and not any(culprit.silent for culprit in self.blame.culprits)
+        if ended or (lasts and not blame.still):
             return None
-        if self.silence is None:
-            return _standstill(self.statuses, self.blame, "lasts") if self.blame.still else None
-        running = {rank: status for rank, status in self.statuses.items() if not status.ended}
-        return _standstill(running, self.last_blame, "unfinished")
+        statuses = {rank: status for rank, status in self.statuses.items() if lasts or not status.ended}
+        places = [status.place for status in statuses.values() if status.place is not None]
+        if not places:
+            steps = [step for status in statuses.values() if (step := status.last_step) is not None]
+            inside = None if any(status.whereabouts_unknown for status in statuses.values()) else False
+            if not steps or not (blame.still or (inside is None and not lasts)):
+                return None
+            return Standstill(max(steps), blame.still, (), 0, outcome, inside=inside)
+        blamed = [statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses]
+        stuck = [status.place for status in blamed if status.place is not None]
+        last = max((blame.still and stuck) or places, key=lambda place: place.step)
+        targets = {call.target for status in statuses.values() for call in status.calls}
+        waited_for = standings(statuses, blame) if blame.still else ()
+        waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
+        target = last.target if len(targets) > 1 else None
+        return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
     @cached_property
     def standstills(self) -> tuple[Standstill, ...]:
@@ -162,27 +177,6 @@ def last_stand(directory: Path) -> tuple[Standstill, float] | None:
             if view.standstill is not None and (view.standstill.inside or len(roles) == 1):
                 return view.standstill, max(status.time for status in view.statuses.values())
     return None
-
-
-def _standstill(
-    statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
-) -> Standstill | None:
-    """Returns the standstill; None if no rank is in a step."""
-    places = [status.place for status in statuses.values() if status.place is not None]
-    if not places:
-        steps = [step for status in statuses.values() if (step := status.last_step) is not None]
-        inside = None if any(status.whereabouts_unknown for status in statuses.values()) else False
-        if not steps or not (blame.still or (inside is None and outcome == "unfinished")):
-            return None
-        return Standstill(max(steps), blame.still, (), 0, outcome, inside=inside)
-    blamed = [statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses]
-    stuck = [status.place for status in blamed if status.place is not None]
-    last = max((blame.still and stuck) or places, key=lambda place: place.step)
-    targets = {call.target for status in statuses.values() for call in status.calls}
-    waited_for = standings(statuses, blame) if blame.still else ()
-    waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
-    target = last.target if len(targets) > 1 else None
-    return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
 
 
 def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:

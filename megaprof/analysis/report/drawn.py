@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.fleet.reading import FleetReading, Key
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation import Simulation
-from megaprof.analysis.table.iterations import UNKNOWN, OneRank, median_iteration, spans_of
+from megaprof.analysis.table.iterations import UNKNOWN, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.steps import TracedStep
 from megaprof.formats import ranges
@@ -126,24 +126,21 @@ def of_table(table: Table, measured: TargetStages, reading: FleetReading) -> Ste
     return StepTimeline(int(table.steps[t]), tuple(rows), table.schedule.chunks, tuple(_of_clocks(measured)))
 
 
-Role = tuple[str, int, str | None, Callable[[], OneRank]]
-"""A role's name, its first rank, the host of that, and what reads its timelines."""
-
-
-def of_roles(roles: Sequence[Role]) -> StepTimeline:
-    """Returns what a rank of each role does in one iteration: that of median length on the rank of the first role. Each
+def of_roles(reading: FleetReading, roles: Sequence[tuple[Key, RankRow]]) -> StepTimeline:
+    """Returns what a rank of each role does in one iteration: that of median length on the first of these ranks. Each
     is on the wall clock of its host, and blank while it waits. There are no rows if no iteration is whole."""
-    files, rows = [[*read()] for *_, read in roles], []
+    names = [key.role or key.target for key, _ in roles]
+    files, rows = [[*reading.timelines.steps_of(rank.files, key)] for key, rank in roles], []
     step, *extent = median_iteration(files[0]) or (0, 0, 0)
     phase_of = {part: phase for phase, (_, parts) in PHASES.items() for part in parts}
-    for (name, rank, *_), of_rank in zip(roles, files, strict=True):
+    for name, (_, rank), of_rank in zip(names, roles, files, strict=True):
         if spans := spans_of(of_rank, *extent):
             whole = spans[0][1], spans[-1][2]
             phases = ((phase_of.get(part, "other"), begin, end) for part, begin, end in spans if part != ranges.WAITING)
             passes = [Pass(phase, 0, None, None, begin, end) for phase, begin, end in phases]
-            rows.append(Row(name, rank, whole, passes, 0))
-    hosts = sorted({str(host) for _, _, host, _ in roles})
-    notes = [f"it is the iteration of median length on rank {roles[0][1]} of {roles[0][0]}"]
+            rows.append(Row(name, rank.coords.rank, whole, passes, 0))
+    hosts = sorted({str(rank.host) for _, rank in roles})
+    notes = [f"it is the iteration of median length on rank {roles[0][1].coords.rank} of {names[0]}"]
     notes += [f"each row is on the clock of its host, which nothing aligns: {listed(hosts, 4)}"] * (len(hosts) > 1)
     return StepTimeline(step, tuple(rows), 1, tuple(notes))
 

@@ -25,7 +25,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose, slo
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages, averages, of_series, of_steps, order
 from megaprof.analysis.fleet.fleet import EXCESS, Fleet, survey
-from megaprof.analysis.fleet.reading import Series, read_fleet
+from megaprof.analysis.fleet.reading import Key, RankRow, Series, read_fleet
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.drawn import StepTimeline
@@ -289,7 +289,7 @@ def analyze(
             otherwise, slower = partial(of_steps, of_key), _not_recovered(of_key, series)
         report, by_hand = _reported(table, otherwise, slower, by_key.get(key), job, memory_limit)
         draw: Callable[[], StepTimeline] | None = None
-        role: drawn.Role | None = None
+        role: tuple[Key, RankRow] | None = None
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
             draw = partial(drawn.of_table, table, report, fleet_reading)
         elif of_key is not None:
@@ -298,14 +298,12 @@ def analyze(
         if isinstance(table, Table) and not trains_too:
             report = replace(report, iterations=table.iterations)
             if series is not None and table.iterations is not None and table.iterations.ms_of(*OF_RL):
-                first = next(row for row in series.ranks if row.coords.rank in table.ranks)
-                files = partial(fleet_reading.timelines.steps_of, first.files, key)
-                role = key.role or key.target, first.coords.rank, first.host, files
+                role = key, next(row for row in series.ranks if row.coords.rank in table.ranks)
         found.append((report, by_hand, draw, role))
     found.sort(key=lambda target: order(target[0]))
     draws = {report.key: draw for report, _, draw, _ in found if draw is not None}
     if roles := [role for *_, role in found if role is not None]:
-        draws[drawn.ALL_ROLES] = partial(drawn.of_roles, roles)
+        draws[drawn.ALL_ROLES] = partial(drawn.of_roles, fleet_reading, roles)
     return Report(
         path=path,
         source=str(path),

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.report.drawn import Role, boxes, of_roles
+from megaprof.analysis.fleet.reading import read_fleet
+from megaprof.analysis.report.drawn import boxes, of_roles
 from megaprof.analysis.table.iterations import EXCHANGES, UNKNOWN, Parts, iterations_of, parts_of
+from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import pack_between, pack_data
@@ -152,15 +154,14 @@ def test_all_roles_are_drawn_on_one_clock(tmp_path: Path) -> None:
     """The reference works while the actor waits for it. The first iterations are shorter than the others."""
     files = tmp_path / "actor.timeline.bin", tmp_path / "ref.timeline.bin"
     between = {"weight_sync": 20, "rollout": 300, "waiting": 70}
-    write(files[0], [(CALLS, between | {"rollout": 300 - 9 * (number < 2)}, 10) for number in range(6)])
+    steps = [(CALLS, between | {"rollout": 300 - 9 * (number < 2)}, 10) for number in range(6)]
+    write(files[0], steps, role="actor")
     ref = [([(0, 60, 0, 0, 0)], {"waiting": 437}, 3)] * 6
     write(files[1], ref, target="train_log_probs", role="ref", begin_ms=425 - 18)
 
-    def role(name: str, host: str, path: Path) -> Role:
-        timeline = read_timeline(path)
-        return name, 0, host, lambda: [(timeline, np.arange(len(timeline.steps)))]
-
-    drawn = of_roles([role("actor", "one", files[0]), role("ref", "one", files[1])])
+    reading = read_fleet(Timelines(files))
+    roles = [(key, row) for key, series in reading.series.items() for row in series.ranks]
+    drawn = of_roles(reading, roles)
     begin = START_NS + 1_000_000 * (drawn.step * 500 - 18)
     rows = {
         row.stage: [(box.kind, (box.start - begin) / 1e6, (box.end - begin) / 1e6) for box in row.passes]
@@ -173,7 +174,8 @@ def test_all_roles_are_drawn_on_one_clock(tmp_path: Path) -> None:
         "ref": [("unknown", 422, 425), ("log-probs", 425, 485)],
     }
     assert len(drawn.notes) == 1
-    assert len(of_roles([role("actor", "one", files[0]), role("ref", "two", files[1])]).notes) == 2
+    (key, row) = roles[1]
+    assert len(of_roles(reading, [roles[0], (key, row._replace(host="two"))]).notes) == 2
     packed = boxes(drawn)
     assert [row["stage"] for row in packed["rows"]] == ["actor", "ref"]
     assert set(zip(packed["names"], packed["kinds"], strict=True)) == {
