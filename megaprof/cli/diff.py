@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "directory of captured traces, a single trace, or the JSON file of a report"
     parser.add_argument("before", metavar="A", type=place, help=help_text)
     parser.add_argument("after", metavar="B", type=place, help=help_text)
-    parser.add_argument("--json", nargs="?", const="-", choices=("-",), help="print JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--fail-above",
         metavar="PERCENT",

@@ -18,7 +18,7 @@ from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.analysis.report.text.words import number, percent, ranks
-from megaprof.cli import FAILED, UNWELL, UsageError, print_json, say
+from megaprof.cli import UNWELL, UsageError, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
 from megaprof.control.blame import WaitedFor
 from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
@@ -128,13 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
     view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     if arguments.json:
         print_json(answer(view))
-    elif view.state == "ended":
+    if view.state == "ended":
         raise Unanswerable(silence(view))
-    else:
+    if not arguments.json:
         for line in in_words(view):
             say(line)
         _show_table(view)
-    return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
+    return 0 if view.state in ("runs", "starts") else UNWELL
 
 
 def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text.words import number, percent, ratio
 from megaprof.analysis.report.views import iterations_table
 from megaprof.cli.look import View, look_at, silence, stages_table, verdict, waiting_clauses
 from megaprof.cli.status import find
 from megaprof.control.directory import NoJob, find_job
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -80,7 +80,7 @@ def _so_far(view: View) -> tuple[str | None, TableView | None]:
         return None, None
     try:
         report = analyze(view.job.directory)
-    except NothingToReport:
+    except Unanswerable:
         return None, None
     named = (finding for target in report.targets for finding in target.findings if finding.severity == "slow")
     wrong = next((finding.text for finding in named if finding.kind != "few_microbatches"), None)

@@ -98,7 +98,7 @@ def export(
     with appearing(out) as file:
         rows, cut, warnings = _written(paths, run_and_start, file, progress)
         if not rows:
-            raise Unanswerable(f"{source} holds no step that can be exported: {brief(warnings)}")
+            raise Unanswerable(f"{source} holds no step that can be exported: {brief(warnings) or 'nothing is in it'}")
     texts = tuple(warning.text for warning in warnings)
     return ExportAnswer(2, str(out), len(paths), rows, out.stat().st_size, cut, texts)
 

@@ -31,10 +31,10 @@ def test_stages_are_shown_side_by_side(captures):
 def test_a_report_file_stands_for_its_directory(captures, tmp_path):
     saved = tmp_path / "a.json"
     assert megaprof("report", captures[0], "--json", saved).returncode == 0
-    direct = megaprof("diff", *captures, "--json")
+    direct = megaprof("diff", "--json", *captures)
     assert direct.returncode == 0
     assert json.loads(direct.stdout)["targets"][0]["verdict_before"].startswith("layers of stage 0")
-    assert megaprof("diff", saved, captures[1], "--json", "-").stdout == direct.stdout
+    assert megaprof("diff", saved, captures[1], "--json").stdout == direct.stdout
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "NaN", '{"version": 1, "targets": []}', "[" * 100_000])

@@ -225,6 +225,16 @@ def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 rank, one step every" in capsys.readouterr().out
 
 
+def test_watch_shows_a_job_whose_report_cannot_be_made(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megaprof.formats.inputs.MOST_OTHERS", 1)
+    for name in ("model.pt", "optimizer.pt"):
+        (job.directory / name).touch()
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+
+
 def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
     job: Job, dead_pid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,8 +287,11 @@ def test_a_job_that_has_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> N
     job.write_run()
     assert status(job) == 1
     assert "the job has ended, 5 s ago" in capsys.readouterr().err
-    code, found = as_json(job, capsys)
-    assert (code, found["state"], found["standstills"]) == (1, "ended", [])
+    assert status(job, "--json") == 1
+    shown = capsys.readouterr()
+    assert "the job has ended, 5 s ago" in shown.err
+    found = json.loads(shown.out)
+    assert (found["state"], found["standstills"]) == ("ended", [])
     assert main(["hang", str(job.directory)]) == 1
     assert "ago, and its files show no step in which it stood still" in capsys.readouterr().err
 

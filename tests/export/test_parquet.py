@@ -166,6 +166,9 @@ def test_nothing_to_export_is_said(tmp_path: Path) -> None:
     with pytest.raises(Unanswerable, match="holds no timeline"):
         export(tmp_path, tmp_path / "out")
     (tmp_path / "a.timeline.bin").write_bytes(format.MAGIC)
-    with pytest.raises(Unanswerable, match="holds no step"):
-        export(tmp_path, tmp_path / "out")
+    (tmp_path / "b.timeline.bin").write_bytes(b"")
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(Unanswerable, match=r"bin holds no step that can be exported: .+"):
+            export(path, tmp_path / "out")
+    (tmp_path / "b.timeline.bin").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["a.timeline.bin"]

@@ -205,11 +205,11 @@ def memory_of(allocations: Allocations | None, start: int, end: int) -> Memory |
     return Memory(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
 
 
-def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: bool = False) -> Note | None:
+def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, why: str | None) -> Note | None:
     """Returns why a trace without kernels says nothing about its step; None if the step ran on a CPU.
 
     ``launches``: the number of calls in the trace that launched a kernel. ``has_gpu``: whether the tool saw a GPU.
-    ``nsys``: whether the tool is Nsight Systems.
+    ``why``: why the file may lack them, such as where it ends too early; None if that is not known.
     """
     on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and has_gpu)
     if not on_gpu and not launches:
@@ -219,8 +219,7 @@ def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, nsys: b
         return Note("no_kernels", said="--profile-activities did not ask for them")
     if profiler is not None and "cuda" not in profiler.recorded:
         return Note("no_kernels", said="Kineto cannot record this device")
-    lost = "nsys records them with --trace=cuda,nvtx" if nsys else "another tool may hold CUPTI, or Kineto lost them"
-    return Note("no_kernels", said=lost)
+    return Note("no_kernels", said=why or "another tool may hold CUPTI, or Kineto lost them")
 
 
 def without_times(gpu: Activities) -> Note | None:
@@ -230,9 +229,9 @@ def without_times(gpu: Activities) -> Note | None:
     return None if few else Note("times_impossible", factor=round(gpu.impossible / count, 2))
 
 
-def without_some(gpu: Activities, launches: Numbers, start: int, end: int) -> Note | None:
+def without_some(gpu: Activities, launches: Numbers, start: int, end: int, why: str | None) -> Note | None:
     """Returns why there are too few kernels for the step between two moments; None if there are enough. ``launches``:
-    as `activities` returns them."""
+    as `activities` returns them. ``why``: as for `without_kernels`."""
     in_step = (launches[:, 0] >= start) & (launches[:, 0] < end)
     without_kernel = launches[:, 1] == 0
     launched, lost = int(in_step.sum()), int((in_step & without_kernel).sum())
@@ -240,6 +239,5 @@ def without_some(gpu: Activities, launches: Numbers, start: int, end: int) -> No
         return None
     if without_kernel.sum() - gpu.anonymous <= MOST_UNSEEN * len(launches):
         why = "it has kernels, but as on ROCm without their launches, so nothing says to which pass they belong"
-    else:
-        why = "another tool may hold CUPTI, Kineto lost them, or a graph was captured"
+    why = why or "another tool may hold CUPTI, Kineto lost them, or a graph was captured"
     return Note("kernels_lost", factor=round(lost / launched, 2), said=why)

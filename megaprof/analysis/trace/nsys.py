@@ -308,7 +308,8 @@ class NsysFile:
         broken = sum(events.impossible[ANNOTATION] for events in self.processes.values())
         traces = [trace for pid in sorted(self.processes) for trace in self._of_process(pid, self.processes.pop(pid))]
         if not traces:
-            raise Undecodable("; ".join([_NO_METADATA, *(f"{note.files[0]}: {note.said}" for note in self._notes)]))
+            damaged = (f"{note.files[0]}: {note.said}" for note in self._notes if note.said)
+            raise Undecodable("; ".join([_NO_METADATA, *damaged]))
         if broken:
             self._notes.append(Note("events_left_out", files=(self._path.name,), count=broken))
         return [replace(traces[0], warnings=tuple(self._notes)), *traces[1:]]
@@ -327,13 +328,13 @@ class NsysFile:
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
             window_gpu = gpu.rows((gpu.launched >= begin) & (gpu.launched < end))
             has_kernels = bool(window_gpu.kernel.any())
-            why_none = without_kernels(metadata, 0, has_gpu=self._has_gpu, nsys=True)
+            unseen = without_kernels(metadata, 0, has_gpu=self._has_gpu, why="nsys records them with --trace=cuda,nvtx")
             yield Trace(
                 path=self._path,
                 metadata=metadata,
                 ranges=tuple(within(traced, outermost[0].start, outermost[-1].end)),
                 gpu=window_gpu if has_kernels else None,
-                unseen=without_times(window_gpu) if has_kernels else why_none,
+                unseen=without_times(window_gpu) if has_kernels else unseen,
                 collectives=() if has_kernels else None,
                 events=partial(_events_of, self._path, pid, (begin, end), events.base),
                 base=events.base,

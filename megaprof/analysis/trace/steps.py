@@ -200,7 +200,9 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index: int) -> TracedStep:
     metadata, extent = trace.metadata, (outer.start, outer.end)
     # Without its kernels, nothing is right that is computed from them and from the gaps between them.
-    unseen = trace.unseen or (without_some(trace.gpu, trace.launches, *extent) if trace.gpu is not None else None)
+    unseen = trace.unseen
+    if unseen is None and trace.gpu is not None:
+        unseen = without_some(trace.gpu, trace.launches, *extent, trace.cut)
     inner = within(trace.ranges, *extent) if unseen is None else []
     passes = [traced for traced in inner if traced.name.label in ranges.PASSES]
     spans = times_of(passes)

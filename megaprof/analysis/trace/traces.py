@@ -101,8 +101,7 @@ def within(traced: Sequence[TracedRange], start: int, end: int) -> list[TracedRa
 
 
 def find_traces(directory: Path) -> list[Path]:
-    """Returns the files under ``directory`` with the suffix of a trace, sorted. Leaves out hidden files, which are
-    unfinished."""
+    """Returns the files under ``directory`` with the suffix of a trace, sorted, without hidden (unfinished) ones."""
     return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
@@ -156,7 +155,7 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
         launched = int(events.named(events.take(*LAUNCHES), is_start).sum())
         # Kineto lists the GPUs of the machine; the model need not have run on one.
         has_gpu = bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
-        unseen = without_kernels(metadata, launched, has_gpu=has_gpu)
+        unseen = without_kernels(metadata, launched, has_gpu=has_gpu, why=document.cut)
     impossible = 0 if gpu is None or unseen is not None else gpu.impossible
     if unusable := events.impossible[ANNOTATION] + document.unreadable + impossible:
         warnings.append(Note("events_left_out", files=(path.name,), count=unusable))

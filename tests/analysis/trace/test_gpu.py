@@ -503,6 +503,17 @@ class TestImpossibleTimes:
         _, target = step.stage(tmp_path)
         assert target.unjudgeable.kind == "kernels_lost"
 
+    @pytest.mark.parametrize(("left", "kind"), [(0, "no_kernels"), (1, "kernels_lost")])
+    def test_those_behind_the_end_of_a_cut_file_are_not_lost_by_kineto(self, left, kind, step, tmp_path):
+        for number in range(3):
+            step.kernel(1 + 2 * number, 1)
+        step.trace.events.sort(key=lambda event: event["cat"] == "kernel")
+        path = step.trace.write(tmp_path, "cut.pt.trace.json")
+        pieces = path.read_text().split('"cat": "kernel"')
+        path.write_text('"cat": "kernel"'.join(pieces[: 1 + left]))
+        (target,) = analyze(path).targets
+        assert (target.unjudgeable.kind, target.unjudgeable.said) == (kind, "it is truncated: its JSON ends too early")
+
 
 @pytest.mark.parametrize(
     ("name", "use"),
