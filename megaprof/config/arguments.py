@@ -30,10 +30,9 @@ def add_profile_args(parser: _Parser) -> _Parser:
     values, so a mistake is a ValueError and never a ``SystemExit`` in the middle of a launcher.
     """
     host_options = parser._option_string_actions
-    shared_names = [destination(option.name) for option in options() if flag(option.name) in host_options]
-    shared_names += [
-        name for name in (_HOST_RANKS, _HOST_START, _HOST_END) if "--" + name.replace("_", "-") in host_options
-    ]
+    # By attribute, because ``--profile_dir`` and ``--profile-dir`` have one attribute.
+    ours = map(destination, (*(option.name for option in options()), *ALIASES))
+    shared_names = {action.dest for action in parser._actions} & {*ours, _HOST_RANKS, _HOST_START, _HOST_END}
     group = parser.add_argument_group(
         "megaprof", "pipeline-stage profiling; every option is also an environment variable, MEGAPROF_<OPTION>"
     )
@@ -44,8 +43,9 @@ def add_profile_args(parser: _Parser) -> _Parser:
         if not isinstance(default, bool) and default not in (None, ()):
             text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
         keywords: dict[str, Any] = {"default": None, "dest": destination(option.name)}
-        # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here.
-        keywords["help"] = f"{text} [{variable(option.name)}]".replace("%", "%%")
+        # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here. The end shows
+        # nothing, and keeps `argparse.ArgumentDefaultsHelpFormatter` from calling None the default.
+        keywords["help"] = f"{text} [{variable(option.name)}]".replace("%", "%%") + "%(default).0s"
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         elif isinstance(option.default, tuple):
@@ -59,7 +59,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
             stands = f"the same as {flag(name)} {value}" if value else f"a part of {flag(name)}"
             keywords = {"action": "store_true"} if value else {"metavar": alias.upper()}
             group.add_argument(flag(alias), default=None, help=f"{stands} [{variable(alias)}]", **keywords)
-    parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared_names}})
+    parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in sorted(shared_names)}})
     return parser
 
 

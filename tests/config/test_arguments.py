@@ -93,13 +93,29 @@ def test_no_clash_with_a_hosts_options(host: Any) -> None:
     assert "--profile-select" in parser.format_help()
 
 
-def test_the_help_says_every_default_that_is_not_nothing() -> None:
-    told = " ".join(add_profile_args(argparse.ArgumentParser()).format_help().split())
+@pytest.mark.parametrize("formatter", [argparse.HelpFormatter, argparse.ArgumentDefaultsHelpFormatter])
+def test_the_help_says_every_default_that_is_not_nothing(formatter: Any) -> None:
+    parser = add_profile_args(argparse.ArgumentParser(formatter_class=formatter))
+    told = " ".join(parser.format_help().partition("--profile-all-ranks  ")[0].split())
+    assert "None" not in told
     defaults = [each.default for each in options() if not isinstance(each.default, bool | None) and each.default != ()]
     shown = [" ".join(each) if isinstance(each, tuple) else each for each in defaults]
     assert {"3:0:0:1:1", 64, "schedule", "torch", "cpu cuda", "95%"} <= set(shown)
     for each in shown:
         assert told.count(f"(default: {each})") == shown.count(each)
+
+
+def test_a_hosts_defaults_for_options_of_our_names_are_nobodys_wish() -> None:
+    """Scripts often have torch.profiler's own schedule as options, and some spell options with underscores."""
+
+    def host(parser: argparse.ArgumentParser) -> None:
+        for part in ("wait", "warmup", "active"):
+            parser.add_argument(f"--profile-{part}", type=int, default=2)
+        parser.add_argument("--profile_dir", default="./runs")
+
+    assert not parse([], host=host).enabled
+    assert parse([*ON, "--profile-steps", "5"], host=host).schedule == ProfileConfig.schedule
+    assert parse([*ON[:2], "--profile_dir", "/t", "--profile-active", "4"], host=host).schedule == "3:0:0:4:1"
 
 
 def test_twice_on_one_parser_does_not_clash_either() -> None:
