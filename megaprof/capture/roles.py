@@ -176,7 +176,7 @@ class annotate(Block):
 
     def __new__(cls, message: Any = None, **options: Any) -> Any:
         made = super().__new__(cls)
-        if callable(message) or isinstance(message, staticmethod | classmethod):  # @annotate
+        if callable(message) or hasattr(message, "__get__"):  # @annotate, also above @property, which it refuses
             made.__init__(**options)  # type: ignore[misc]
             return made(message)
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import subprocess
 import sys
@@ -239,6 +240,9 @@ def test_a_coroutine_that_is_closed_in_another_context(names: Any) -> None:
 def test_only_functions_can_be_annotated() -> None:
     with pytest.raises(ValueError, match="not a function"):
         annotate(role="ref")(Policy)
+    for descriptor in (property(len), functools.cached_property(len)):  # it would take the attribute's place
+        with pytest.raises(ValueError, match=r"property.* is not a function"):
+            annotate(descriptor)
 
     def generator() -> Generator[int, None, None]:
         yield 1
