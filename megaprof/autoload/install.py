@@ -63,10 +63,9 @@ class Handle:
     def remove(self) -> None:
         """Closes an open window, finishes its files, and puts back every original function. May be called again.
 
-        Only the training thread can close its window, and not while it captures a CUDA graph. If another thread calls
-        this while a window is open or a schedule call is running, or if it is called during a capture, it only makes a
-        request: the training thread does the work when its call ends, or when its next one begins. `active` stays true
-        until then.
+        Only the training thread can close its window, and not while it runs a schedule call or captures a CUDA graph.
+        If this is called then, or by another thread while a window is open, it only makes a request: the training
+        thread does the work when its call ends, or when its next one begins. `active` stays true until then.
         """
         if self._session is not None:
             profiler.leave(self._session)

@@ -216,12 +216,12 @@ def _put_back() -> None:
 
 def leave(session: Session) -> None:
     """Closes the window of ``session``, finishes its files and removes its hooks: now, or as soon as the training
-    thread can do it. Only that thread can close the window, and not while it captures a CUDA graph."""
+    thread can do it. Only that thread can close the window, and not inside a call: Kineto must not stop inside the
+    autograd engine, nor while a CUDA graph is captured."""
     if session.removed.is_set():
         return
-    opener = None if process.window is None and process.prepared is None else process.thread
-    training = {process.dispatcher.inside, opener} & set(sys._current_frames())
-    if training - {threading.get_ident()} or capturing():
+    open_here = process.thread == threading.get_ident() or (process.window is None and process.prepared is None)
+    if {process.dispatcher.inside, None if open_here else process.thread} & set(sys._current_frames()) or capturing():
         process.asked.append((partial(_leave, session), False))
     else:
         _leave(session)

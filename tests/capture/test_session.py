@@ -234,6 +234,24 @@ def test_a_handle_that_another_thread_removes_takes_its_own_window_only(one_rank
     assert "train_actor 1" in steps(trace)
 
 
+def test_a_handle_that_is_removed_inside_a_call_is_removed_behind_it(one_rank: Any, tmp_path: Path) -> None:
+    """Stopping Kineto inside the autograd engine can crash the process."""
+    handle = install_hooks(one_rank.chunks, on(tmp_path, "train_actor", schedule="0"))
+    seen: list[bool] = []
+
+    def remove(_: Any) -> None:
+        handle.remove()
+        seen.append(handle.active and torch._C._autograd._profiler_enabled())
+
+    hook = next(one_rank.chunks[0].parameters()).register_hook(remove)
+    one_rank.train_step()
+    hook.remove()
+    assert set(seen) == {True}
+    assert not handle.active
+    (trace,) = files(tmp_path).values()
+    assert not trace.metadata.truncated
+
+
 # ---- what is said
 
 
