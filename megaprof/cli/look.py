@@ -24,7 +24,7 @@ from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, role
 from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
 from megaprof.formats.names import parse_artifact_name, shard
-from megaprof.metrics import HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise, waiting_ranks
+from megaprof.metrics import WAITS, HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
 from megaprof.parallel.peers import Flags, began, moving_median
 
 _CULPRITS = 4
@@ -67,8 +67,10 @@ class View:
 
     @cached_property
     def waits(self) -> Mapping[int, float]:
-        """The ranks that wait for a processor core (`waiting_ranks`)."""
-        return waiting_ranks(self.statuses[rank] for rank in self.heard)
+        """The ranks whose training threads wait for a processor core, starting with the one that waits longest, and the
+        part of the time that each waits."""
+        waits = {rank: part for rank in self.heard if (part := self.statuses[rank].waits or 0.0) > WAITS}
+        return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
 
     @cached_property
     def host_bound(self) -> HostBound | None:

@@ -37,8 +37,6 @@ class SlowRanks:
     """Compute of the slowest one / that of its peers."""
     compute_ms: float
     """Compute of the slowest one per step, in milliseconds."""
-    peers_ms: float
-    """Compute of its peers, in milliseconds."""
     peer: int
     """A typical other rank of the stage."""
     since: int | None = None
@@ -81,8 +79,6 @@ class StageFigures:
     """Rank that computes longest."""
     slowest_ms: float | None
     """Compute of that rank in milliseconds."""
-    peers_ms: float | None
-    """Median compute of the stage's other ranks in milliseconds; None without any."""
     host_bound_passes: float | None
     """Fraction of the passes in which its GPUs waited for their host: mean of its ranks; None on a CPU."""
 
@@ -177,7 +173,6 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
     members = stage.members
     timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
-    factor = None if slowest is None else stage.above.get(slowest)
     waiting = _host_bound(members)
     return StageFigures(
         pp=pp,
@@ -189,7 +184,6 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
-        peers_ms=None if slowest_ms is None or factor is None else slowest_ms / factor,
         host_bound_passes=statistics.fmean(waiting.values()) if waiting else None,
     )
 
@@ -217,15 +211,8 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
             most = max(stage.slow.values())
             named = [rank for rank, factor in stage.slow.items() if factor - 1 > (most - 1) / 2]
             first, *others = sorted(named, key=lambda rank: (-stage.slow[rank], rank))
-            found.append(SlowRanks((first, *others), pp, most, compute_ms[first], compute_ms[first] / most, peer))
+            found.append(SlowRanks((first, *others), pp, most, compute_ms[first], peer))
     return sorted(found, key=lambda slow: -slow.ratio)
-
-
-def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
-    """Returns the ranks whose training threads wait for a processor core, starting with the one that waits longest, and
-    the part of the time that each waits."""
-    waits = {status.rank: status.waits for status in statuses if status.waits is not None and status.waits > WAITS}
-    return dict(sorted(waits.items(), key=lambda rank_and_part: (-rank_and_part[1], rank_and_part[0])))
 
 
 def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:

@@ -27,7 +27,6 @@ from megaprof.analysis.fleet.reading import (
     Integers,
     Key,
     Percentiles,
-    RankRow,
     Series,
     bucketed,
     low_median,
@@ -253,11 +252,26 @@ def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
         rows = stacked(series.synchronising.values(), begin, len(step_ms))
         floor_ms = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation([pp for pp, _ in series.synchronising], rows, buckets, floor_ms)
+    last_step, end_ns = max(rank.last_step for rank in ranks), max(rank.ended for rank in ranks)
+    patience_ns = LACKS_TIME * (times.step.p50 if times.step else 0.0) * 1e6
+    ended = (
+        Ended(rank.coords.rank, rank.coords.pp, rank.host, rank.last_step)
+        for rank in ranks
+        if rank.last_step + LACKS_STEPS <= last_step and end_ns - rank.ended > patience_ns
+    )
     return Fleet(
         target=key.target,
         role=key.role,
         sizes=key.sizes,
-        coverage=_coverage(key, series, ranks, times.step),
+        coverage=Coverage(
+            ranks=len(ranks),
+            missing=tuple(sorted(set(range(key.sizes.world)) - {rank.coords.rank for rank in ranks})),
+            ended=tuple(ended),
+            steps=(first_step, last_step),
+            calls=len(calls.numbers),
+            left_out=max(rank.left_out for rank in ranks),
+            again=max(rank.again for rank in ranks),
+        ),
         width=width,
         buckets=tuple(buckets.first.tolist()),
         times=times,
@@ -267,7 +281,7 @@ def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
         ),
         synchronisation=synchronisation,
         clock="device" if any(rank.device_clock for rank in ranks) else "host",
-        standstills=standstills(series.stood, max(rank.last_step for rank in ranks), partial(reading.call, key)),
+        standstills=standstills(series.stood, last_step, partial(reading.call, key)),
     )
 
 
@@ -288,24 +302,6 @@ def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
         step_ms=_plain(step_ms),
         step_shifts=tuple(map(exact, shifts(step_ms, step_ms, buckets, noise_of(step_ms[None])))),
         single=single_steps(steps, longest),
-    )
-
-
-def _coverage(key: Key, series: Series, ranks: Sequence[RankRow], step: Percentiles | None) -> Coverage:
-    last_step, end_ns = max(rank.last_step for rank in ranks), max(rank.ended for rank in ranks)
-    patience_ns = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
-    return Coverage(
-        ranks=len(ranks),
-        missing=tuple(sorted(set(range(key.sizes.world)) - {rank.coords.rank for rank in ranks})),
-        ended=tuple(
-            Ended(rank.coords.rank, rank.coords.pp, rank.host, rank.last_step)
-            for rank in ranks
-            if rank.last_step + LACKS_STEPS <= last_step and end_ns - rank.ended > patience_ns
-        ),
-        steps=(min(rank.first_step for rank in ranks), last_step),
-        calls=len(series.calls.numbers),
-        left_out=max(rank.left_out for rank in ranks),
-        again=max(rank.again for rank in ranks),
     )
 
 

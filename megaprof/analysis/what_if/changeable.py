@@ -168,7 +168,15 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     if wanted.packing is not None:
         run, laid = _repacked(run, wanted, wanted.packing)
         wanted = replace(wanted, microbatches=run.microbatches)
-    _check(run, wanted)
+    flat, count = "".join(run.pieces), wanted.microbatches
+    check_layout(wanted.pieces, run.stages, flat.count("t"), flat.count("m"))
+    chunks = len(wanted.pieces) // run.stages
+    if not 1 <= count <= MOST_MICROBATCHES:
+        raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
+    if run.stages * chunks * count > _MOST_PASSES:
+        raise ValueError(f"{run.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
+    if wanted.p2p_ms is not None and not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
+        raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
     prediction, _ = predicted(run, "by_hand", wanted)
     change = run.change(wanted)
     if wanted.packing is not None:
@@ -214,19 +222,6 @@ def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeabl
         )
     prediction, steps = repacked(sequences, laid, packing)
     return replace(run, baseline=steps.longest()), prediction
-
-
-def _check(run: Changeable, wanted: Setting) -> None:
-    """Raises ValueError for a setting that is impossible or would take too long to predict."""
-    flat, count = "".join(run.pieces), wanted.microbatches
-    check_layout(wanted.pieces, run.stages, flat.count("t"), flat.count("m"))
-    chunks = len(wanted.pieces) // run.stages
-    if not 1 <= count <= MOST_MICROBATCHES:
-        raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
-    if run.stages * chunks * count > _MOST_PASSES:
-        raise ValueError(f"{run.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
-    if wanted.p2p_ms is not None and not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
-        raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
 
 
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
