@@ -163,20 +163,16 @@ def writing(option: str, path: Path, source: Path | None = None) -> Iterator[Non
     try:
         yield
     except OSError as fault:
-        if isinstance(fault, Unreachable) or fault.filename == str(source) or not _of_output(fault.filename, path):
+        name, of_output = fault.filename, True  # the system names no file while it writes; a bare name is next to it
+        if isinstance(name, str) and os.path.dirname(name):
+            # The output itself, a file in it, the temporary file that becomes it, or a directory above it.
+            output, faulty = Path(os.path.realpath(path)), Path(os.path.realpath(name))
+            of_output = faulty in output.parents
+            if output.parent in faulty.parents:
+                of_output = output.name in faulty.relative_to(output.parent).parts[0]
+        if isinstance(fault, Unreachable) or name == str(source) or not of_output:
             raise  # reading failed, not writing
         raise Unanswerable(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
-
-
-def _of_output(name: object, path: Path) -> bool:
-    """Returns whether a fault at the file ``name`` prevents ``path`` from being written: ``name`` is ``path`` itself, a
-    file in it, the temporary file that becomes it, or a directory above it."""
-    if not isinstance(name, str) or not os.path.dirname(name):
-        return True  # the system names no file while it writes; a bare name is a file next to the output
-    output, faulty = Path(os.path.realpath(path)), Path(os.path.realpath(name))
-    if output.parent not in faulty.parents:
-        return faulty in output.parents
-    return output.name in faulty.relative_to(output.parent).parts[0]
 
 
 class Parser(argparse.ArgumentParser):
