@@ -186,7 +186,8 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
     n, d, s = entry.shape
     late = np.zeros((n, d, s))
     if d * s > 1:
-        late = np.maximum(entry - of_others(entry.reshape(n, -1), 1).reshape(n, d, s), 0.0)
+        others = of_others(entry.reshape(n, -1), 1).reshape(n, d, s)
+        late = np.maximum(entry - np.maximum(others, table.left), 0.0)
     took = table.passes - sum(table.held.values())
     over = np.minimum(took - expected, took - factors["least"] - sum(table.exposed.values()))
     exchanged, exchange = passes - table.passes, np.zeros((n, d, s))

@@ -101,6 +101,8 @@ class Table:
     no file says."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
+    left: Floats
+    """[t, d, s]: when each rank had left the call before, if that was after the begin of the step; else 0."""
     reduction: Floats
     """[t]: how long the step went on for gradients after the last pass of all ranks."""
     length: Floats

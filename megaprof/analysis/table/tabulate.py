@@ -79,10 +79,12 @@ def tabulate(
     axes = (1, 2, 3) if "backward" in schedule.kinds else (2, 3)
     first_pass = np.fmin.reduce(start, axis=(*axes, 4, 5, 6), keepdims=True)[..., 0, 0, 0]
     # A rank whose step before was longer is not late. A GPU may have been busy with it until the first pass.
-    last_left = first_pass if device else np.fmax.reduce(stacked("left") + shift, axis=axes, keepdims=True)
+    left = stacked("left") + shift
+    last_left = first_pass if device else np.fmax.reduce(left, axis=axes, keepdims=True)
     since = np.fmax(np.fmin.reduce(enter, axis=axes, keepdims=True), np.minimum(last_left, first_pass))
     start, end = start - since[..., None, None, None], end - since[..., None, None, None]
     enter, reduced = np.maximum(enter - since, 0.0), reduced - since
+    left = np.zeros_like(left) if device else np.fmin(np.fmax(left - since, 0.0), enter)
     offset_ns = np.nan_to_num((shift - since) * 1e6).round().astype(np.int64) - origin
     last_pass_end = np.fmax.reduce(end.reshape(len(steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(steps), -1), axis=1))
@@ -147,6 +149,7 @@ def tabulate(
         held=held,
         core_waits=core_waits,
         entry=entry,
+        left=left.max(axis=3),
         reduction=(step_end - last_pass_end),
         length=step_end,
         profiled_length=np.empty(0),

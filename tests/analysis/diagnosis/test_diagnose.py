@@ -362,6 +362,21 @@ def test_a_rank_that_was_still_in_the_step_before_is_not_late(recording, tmp_pat
     assert [cause.kind for cause in diagnose(examine(table)).causes] == ["layers"]
 
 
+@pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
+def test_a_rank_that_is_still_in_the_log_probs_before_while_others_begin_the_next_is_not_late(recording, tmp_path):
+    slow = Fault("slow_stage", 2.0, stage=1)
+    pipeline = replace(with_layers(HEALTHY, 4, 4, 4), stages=3, forward_only=True, steps=12, recording=recording)
+    left = Priced(pipeline).run([slow]).finish.mean(axis=(1, 2))
+    ends = tuple(Fault("late_entry", left[stage] - left[0], stage=stage, replica=0) for stage in (1, 2))
+    pipeline = replace(pipeline, faults=(slow, *ends))
+    run = Priced(pipeline).run([slow, *ends])
+    # The first stage begins the next step as soon as it is done with this one.
+    write(pipeline, replace(run, length=run.finish[0, :, 0]), tmp_path)
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    assert [(cause.kind, cause.stage) for cause in diagnose(examine(table)).causes] == [("unexplained", 1)]
+
+
 def test_of_causes_that_hide_each_other_only_those_are_named_that_the_last_one_needs(tmp_path):
     slow = (Fault("slow_stage", 1.3, stage=1), Fault("slow_stage", 1.3, stage=2))
     six = replace(HEALTHY, stages=6, layers=((4,),) * 6, noise=0.0, microbatches=40, faults=slow)
