@@ -9,7 +9,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, Term, more_steps
 from megaprof.analysis.diagnosis.lengths import Lengths, explain, explained, fit
-from megaprof.analysis.diagnosis.model import Content, divided, of_both, outside_layers
+from megaprof.analysis.diagnosis.model import Content, divided, levels, of_both, outside_layers
 from megaprof.analysis.diagnosis.policy import CERTAIN, FILLED, LEAST, MINOR, MOST, TOGETHER
 from megaprof.analysis.diagnosis.stages import shown
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
@@ -150,8 +150,11 @@ def diagnose(run: Examined) -> Diagnosis:
     )
     of_lengths = fit(asked)
     clocks = run.table.clocks or run.table.schedule.stages == 1
-    # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter.
-    usual = np.minimum(run.view.passes, np.median(run.view.passes, axis=(0, 5), keepdims=True))
+    # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter. What all
+    # passes of a microbatch have in common is its work, and that of its step.
+    _, common, _ = levels(np.log(np.maximum(run.view.passes, 1e-9)))
+    work = np.exp(common)[:, :, None, None, None]
+    usual = np.minimum(run.view.passes, work * np.median(run.view.passes / work, axis=(0, 5), keepdims=True))
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths[1], cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(

@@ -49,7 +49,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     took = table.passes - sum(table.held.values())
     log = np.log(np.maximum(took, 1e-9))
     t, d, s, c, k, m = log.shape
-    left, common, level = _levels(log)
+    left, common, level = levels(log)
     work = common - level[..., None]
     spread = float(MAD * np.median(np.abs(left - common[:, :, None, None, None, :]))) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
@@ -58,7 +58,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     whose = work[:, :, None] + level[:, :, None, None] + own_work  # [t, d, s, m]
     # What is a rank's own may be slow, and the communication of its passes as quick as ever.
     own = took - sum(table.exposed.values())
-    left_of_own, _, level_of_own = _levels(np.log(np.maximum(own, 1e-9))) if table.exposed else (left, common, level)
+    left_of_own, _, level_of_own = levels(np.log(np.maximum(own, 1e-9))) if table.exposed else (left, common, level)
     # A timeline knows how long a peer waited, and perhaps what all of them transferred; a trace knows it of kernels.
     shared = (table.compute - table.working).min(axis=3, keepdims=True)
     computed = table.compute - (shared if table.exposed else np.maximum(shared, 0.0))
@@ -99,7 +99,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     )
 
 
-def _levels(log: Floats) -> tuple[Floats, Floats, Floats]:
+def levels(log: Floats) -> tuple[Floats, Floats, Floats]:
     """Returns the logarithms of passes without their usual content, what all passes of a microbatch have in common of
     that, [t, d, m], and all microbatches of a replica, [t, d]."""
     t, d, s, c, k, m = log.shape

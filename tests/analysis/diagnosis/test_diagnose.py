@@ -249,6 +249,13 @@ def test_what_all_ranks_wait_for_a_core_explains_no_slow_link(waiting, certain, 
     assert cause.price.low <= Priced(pipeline).price(fault).mean() <= cause.price.high
 
 
+def test_steps_with_more_work_are_no_disturbances_of_single_passes(tmp_path):
+    more = tuple(Fault("slow_rank", 1.5, stage=stage, replica=0, steps=(0, 2)) for stage in range(HEALTHY.stages))
+    found = diagnosis_of(replace(HEALTHY, faults=more), tmp_path)
+    assert (found.causes, found.perhaps) == ((), ())
+    assert found.rest_ms < LEAST * found.step_ms
+
+
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
 def test_what_a_busy_machine_takes_from_passes_is_named_alone(recording, tmp_path):
     busy = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True)
