@@ -17,6 +17,7 @@ from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.table.table import DATA, GARBAGE, WAIT, Floats
+from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.facts import PARTS
 from megaprof.parallel.peers import began, of_others
 
@@ -145,18 +146,16 @@ def diagnose(run: Examined) -> Diagnosis:
     # As in the table of microbatches.
     usual_ms = np.median(table.working[:, replica, :, peer], axis=(0, 4))
     computed = divided(usual_ms, table.layers, outside_layers(table.part_ms, *table.layers.shape))
-    causes, perhaps = (
-        [_by_experts(asked, _by_content(computed, cause)) for cause in some] for some in (causes, perhaps)
-    )
     of_lengths = fit(asked)
+    causes, perhaps = (
+        [_explained(asked, of_lengths, _by_experts(asked, _by_content(computed, cause))) for cause in some]
+        for some in (causes, perhaps)
+    )
     clocks = run.table.clocks or run.table.schedule.stages == 1
-    # Disturbances of single passes that belong to no term: a replay with usual passes is that much shorter. What all
-    # passes of a microbatch have in common is its work, and that of its step.
-    _, common, _ = levels(np.log(np.maximum(run.view.passes, 1e-9)))
-    work = np.exp(common)[:, :, None, None, None]
+    # Disturbances of single passes that belong to no term: a replay with passes as usual for their work is that much
+    # shorter.
+    work = np.exp(levels(np.log(np.maximum(run.view.passes, 1e-9)))[1])[:, :, None, None, None]
     usual = np.minimum(run.view.passes, work * np.median(run.view.passes / work, axis=(0, 5), keepdims=True))
-    if of_lengths is not None:
-        causes, perhaps = ([_explained(asked, of_lengths[1], cause) for cause in some] for some in (causes, perhaps))
     return Diagnosis(
         step_ms=run.step_ms,
         steps=len(run.table.steps),
@@ -172,11 +171,11 @@ def diagnose(run: Examined) -> Diagnosis:
     )
 
 
-def _explained(run: Examined, by_work: Floats, cause: Cause) -> Cause:
+def _explained(run: Examined, of_lengths: tuple[Floats, Floats] | None, cause: Cause) -> Cause:
     """Adds to a cause why microbatches or replicas differ, by what passes take by their lengths (`lengths.fit`)."""
-    if cause.kind not in ("uneven_microbatches", "unequal_replicas"):
+    if of_lengths is None or cause.kind not in ("uneven_microbatches", "unequal_replicas"):
         return cause
-    of = explained(run, by_work, cause.stage, replicas=cause.kind == "unequal_replicas")
+    of = explained(run, of_lengths[1], cause.stage, replicas=cause.kind == "unequal_replicas")
     reason = "data" if of.low >= MOST else "machine" if of.high < MOST else None
     parts = {"explained": of.value, "explained_low": of.low, "explained_high": of.high}
     return replace(cause, reason=reason, parts={**cause.parts, **parts})
@@ -325,7 +324,8 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         if not there.all() and size[~there].mean() > MINOR * size[there].mean():
             there, begins = np.ones(len(gain), dtype=bool), None  # it is present in the other steps too, only smaller
     parts = {name: float(of_step[there].mean()) for name, of_step in facts.items()}
-    if kind == "slow_rank":  # as `megaprof watch` and the table of stages, with what delays single passes
+    waits_inside = any(f"{axis}_waiting" in table.spent and axis not in table.spent for axis in INSIDE)
+    if kind == "slow_rank" and not waits_inside:  # as in the table of stages, with what delays single passes
         compute_ms = table.working[there][:, :, term.stage].sum(axis=(3, 4, 5)).mean(axis=0)  # [d, p]
         is_named = np.isin(table.ranks[:, term.stage, : compute_ms.shape[1]], term.ranks).ravel()
         parts["factor"] = float((compute_ms.ravel() / of_others(compute_ms.ravel()))[is_named].max())

@@ -184,10 +184,9 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
     """Returns the view of the whole run by its model (`model.fit`)."""
     replay, passes, entry, link = measured(table)
     n, d, s = entry.shape
-    late = np.zeros((n, d, s))
+    timely = entry
     if d * s > 1:
-        others = of_others(entry.reshape(n, -1), 1).reshape(n, d, s)
-        late = np.maximum(entry - np.maximum(others, table.left), 0.0)
+        timely = np.minimum(entry, np.maximum(of_others(entry.reshape(n, -1), 1).reshape(n, d, s), table.left))
     took = table.passes - sum(table.held.values())
     over = np.minimum(took - expected, took - factors["least"] - sum(table.exposed.values()))
     exchanged, exchange = passes - table.passes, np.zeros((n, d, s))
@@ -221,7 +220,7 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
         whole.stage * whole.chunk,
         whole,
         **factors,
-        timely=entry - late,
+        timely=timely,
         exchange=exchange,
         exposed=table.exposed,
         idle=table.idle,

@@ -386,11 +386,12 @@ def completed(recorded: Table, traced: Table) -> Table | None:
             usual_ms = [np.median(of_ranks[same if len(same) else ...], axis=0) for same in replicas]
             spent[name] = np.broadcast_to(np.stack(usual_ms), working.shape[:4])
     elif not any(name.endswith("_waiting") for name in spent):
-        working = (passes * left)[:, :, :, None] * (own / np.maximum(own.max(axis=2, keepdims=True), 1e-9))
+        working = working * left[:, :, :, None] * (own / np.maximum(own.max(axis=2, keepdims=True), 1e-9))
         compute = np.minimum(compute, working)
     for group in exposed.keys() - spent.keys():
         others = sum(ms for other, ms in exposed.items() if other != group)
         spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))
+        spent[group] -= np.nan_to_num(spent.get(DATA, 0.0))
     notes = [note for note in (*recorded.warnings, *traced.warnings) if note.kind != "first_steps"]
     return replace(
         recorded,

@@ -209,6 +209,8 @@ def test_what_comes_and_goes_has_the_cost_of_its_steps_where_the_others_cost_not
     (said,) = causes.findings(MEASURED, diagnosis(found), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", said.text)] == [25, 30, 100]
     assert "in 12 of 48 steps" in said.text
+    (said,) = causes.findings(MEASURED, diagnosis(replace(found, while_ms=99.8)), None)
+    assert "99.8 ms in these steps" in said.text, "25.0 and 24.95 differ as printed"
     elsewhere = replace(found, price=Interval(40.0, 30.0, 50.0))
     (said,) = causes.findings(MEASURED, diagnosis(elsewhere), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", said.text)] == [40, 50], "the average alone"

@@ -17,7 +17,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation import Replay, compiled
 from megaprof.analysis.table import recorded
 from megaprof.analysis.table.recorded import tables_of_timelines
-from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.table.table import DATA, Table, Unfit
 from megaprof.analysis.table.traced import _core_wait, completed
 from megaprof.analysis.trace.reading import read_all, recordings_in
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep
@@ -304,6 +304,20 @@ def test_on_a_cpu_a_profiler_makes_compute_longer_too(tmp_path: Path) -> None:
     known = completed(waiting, profiled(waiting, exposed={"tp": 0.1 * run.passes[:2]}))
     assert known is not None
     assert known.compute is run.compute
+
+
+def test_what_a_rank_waits_for_data_is_neither_compute_nor_communication_beside_a_profiler(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
+    run = table_in(tmp_path)
+    loading = 0.25 * run.passes
+    held, spent = {DATA: loading}, {DATA: loading.sum(axis=(3, 4, 5))[..., None]}
+    run = replace(run, held=held, spent=spent, working=0.75 * run.working)
+    joined = completed(run, profiled(run, held={}, spent={}, exposed={"tp": 0.1 * run.passes[:2]}))
+    assert joined is not None
+    assert joined.working.sum() == pytest.approx(0.9 * run.working.sum(), rel=0.02)
+    assert sum(joined.spent[name].sum() for name in (DATA, "tp")) + joined.working.sum() == pytest.approx(
+        run.passes.sum()
+    )
 
 
 def test_instruments_that_do_not_show_the_same_passes_are_not_joined(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def lengths(diagnosis: Diagnosis | None) -> str | None:
     )
     of = content.explained
     return (
-        f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {content.squares:.2g} times the mean "
-        f"sum of squared lengths and {content.tokens_ratio:.2g} times the mean tokens; lengths explain "
-        f"{percent(of.value)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
+        f"microbatches: {tokens} tokens in {sequences} sequence{'s' * (sequences != '1')}; the longest has "
+        f"{content.squares:.2g} times the mean sum of squared lengths and {content.tokens_ratio:.2g} times the mean "
+        f"tokens; lengths explain {percent(of.value)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from megaprof.analysis.diagnosis.diagnose import Cause
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.report.text.words import (
     both,
@@ -109,8 +110,8 @@ def of_steps(cause: Cause) -> bool:
 
 
 def costs_only_there(cause: Cause) -> bool:
-    """Returns whether a cause costs nothing, as printed, in the steps without it."""
-    return number(cause.share * cause.while_ms) == number(cause.price.value)
+    """Returns whether a cause costs next to nothing in the steps without it."""
+    return abs(cause.price.value - cause.share * cause.while_ms) <= LEAST * cause.price.value
 
 
 def _facts(cause: Cause) -> Mapping[str, object]:
@@ -288,12 +289,12 @@ def _workers(cause: Cause, measured: TargetStages) -> str:
 
 def _few_microbatches(cause: Cause, measured: TargetStages) -> str:
     count, option = measured.microbatches or 1, _MICRO_BATCH.get(measured.framework or "", "--micro-batch-size")
-    few = f"{counted(count, 'microbatch')} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining"
+    few = f"{counted(count, 'microbatch')} {'is' if count == 1 else 'are'} few"
     more = f"A smaller {option} or a larger global batch makes more (megaprof what-if DIR --microbatches {2 * count})"
     if count % measured.sizes.pp == 0:  # Megatron deals them to model chunks in groups of as many
         option = "--num-virtual-stages-per-pipeline-rank"
         more += f", and more model chunks fill it sooner ({option}; what-if --chunks {2 * measured.sizes.vpp})"
-    return f"{few} the pipeline takes long. {more}."
+    return f"{few} for {counted(measured.sizes.pp, 'stage')}: filling and draining the pipeline takes long. {more}."
 
 
 _LONGER = "longer for each microbatch than its layers need"

@@ -56,8 +56,9 @@ def _why(note: Note) -> str:
 
 def _exposed_unknown(note: Note) -> str:
     what = f"exposed {', '.join(note.names)}" if note.names else "exposed communication"
-    some = f"{note.count} of {note.of}" if note.of else "no"
-    why = note.said or f"collectives of microbatches were recorded in {some} steps, so compute contains it"
+    known = f"collectives of microbatches were recorded in {note.count} of {note.of} steps"
+    known = known if note.count < note.of else "nothing says how long collectives of microbatches ran"
+    why = note.said or f"{known}, so compute contains it"
     return f"{what} {'are' if len(note.names) > 1 else 'is'} not known: {why}"
 
 
