@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaprof.artifacts.places import Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
-from megaprof.formats.names import kineto_temporary, raw_path, temporary_path
+from megaprof.formats.names import kineto_temporary, raw_path, repeats, temporary_path
 from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
@@ -48,11 +48,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        *,
-        remote: Remote | None = None,
-        hook: FinishHook | None = None,
-        scratch: Scratch | None = None,
+        self, *, remote: Remote | None = None, hook: FinishHook | None = None, scratch: Scratch | None = None
     ) -> None:
         self._remote = remote
         self._hook = hook
@@ -83,9 +79,13 @@ class Writer:
 
     def raw_path(self, final: Path) -> Path:
         """Returns where to write the raw file of ``final``: in local scratch if there is room, and else hidden beside
-        ``final``. Raises OSError if the directory cannot be made."""
-        scratch_path = None if self._scratch is None else self._scratch.place(final)
-        return raw_path(final) if scratch_path is None else scratch_path
+        ``final``; where none waits that will have the same name. Raises OSError if the directory cannot be made."""
+        for name in repeats(final):
+            scratch_path = None if self._scratch is None else self._scratch.place(name)
+            raw = raw_path(name) if scratch_path is None else scratch_path
+            if not raw.exists():
+                break
+        return raw
 
     def submit(self, raw: Path, final: Path) -> None:
         """Queues a file that a recorder has written, and returns at once. ``raw``: the complete file as it was written,
@@ -109,8 +109,7 @@ class Writer:
         """
         result = Future[_T]()
         with self._idle:
-            # queued and counted in one step: the host may raise an exception after any line
-            self._tasks.append(lambda: result.set_result(task()))
+            self._tasks.append(lambda: result.set_result(task()))  # in one step: the host may raise after any line
             self._start()
         return result
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -154,7 +153,6 @@ def install_hooks(
         config,
         this_rank,
         writer,
-        os.path.join(directory, this_rank.folder),
         role=role,
         numbers=partial(registry.numbers, given=iteration),
         recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),

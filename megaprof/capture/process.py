@@ -1,4 +1,4 @@
-"""The state that a process has only once: its sessions and hooks, its one open window, the names of its files.
+"""The state that a process has only once: its sessions and hooks, and its one open window.
 
 It is plain data, and imports neither torch nor numpy. The functions that change it are in `megaprof.capture.profiler`.
 """
@@ -86,8 +86,6 @@ class Process:
         self.summaries: dict[str | None, Future[bytes | None] | None] = {}
         """The kernel summaries of the roles' last windows, with ``--profile-kernels``, in the order of these windows;
         None if one is not made."""
-        self.repeats: dict[str, int] = {}
-        """The number of windows, by the path with which their files' names begin."""
         self.answers: dict[Path, Any] = {}
         """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
         self.asked: list[tuple[Callable[[], None], bool]] = []

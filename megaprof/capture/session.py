@@ -21,13 +21,12 @@ from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
-from megaprof.formats.names import parse_artifact_name
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range
 from megaprof.recorders.emit import names as graph_names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.isolation import Contained, Suppressed, contained, fault_now, from_host, in_full, logger
+from megaprof.runtime.isolation import Contained, contained, fault_now, from_host, in_full, logger
 
 if TYPE_CHECKING:
     from megaprof.recorders.timeline import TimelineRecorder
@@ -49,15 +48,14 @@ class Session:
         config: ProfileConfig,
         here: ThisRank,
         writer: Writer,
-        folder: str,
         *,
         role: str | None,
         numbers: Numbers,
         recorders: Sequence[Recorder],
         framework: str | None,
     ) -> None:
-        """``folder``: the local directory of this rank's files. ``role``: the role that the model has. ``numbers``
-        returns the host's numbers of a call. ``framework`` names the host."""
+        """``role``: the role that the model has. ``numbers`` returns the host's numbers of a call. ``framework`` names
+        the host."""
         self.config = config
         self.role = role
         self.coords, self.layout = here.coords, here.layout
@@ -81,15 +79,8 @@ class Session:
         self._termination = process.termination  # keeps a SIGTERM from ending a window half-way
         self._numbers = numbers
         self._framework = framework
-        self._folder = folder
         self._speaks = here.speaks
         self._windows = 0  # the number of windows that were saved
-        # Now, because a window that opens must not wait for the disk. No finished file is ever replaced.
-        with Suppressed(OSError):
-            for artifact in map(parse_artifact_name, os.listdir(folder)):
-                if artifact is not None and artifact.place.rank == here.coords.rank:
-                    names = os.path.join(folder, artifact.stem)
-                    process.repeats[names] = max(artifact.repeat, process.repeats.get(names, 0))
         # A request may name any target, and the calls before it are kept in memory only.
         targets = TARGETS if config.on_demand and config.around_windows else config.target
         self._timed = frozenset((*targets, TRAIN_ACTOR) if TRAIN_OVERALL in targets else targets)
@@ -346,9 +337,6 @@ class Session:
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords)
-        names = os.path.join(self._folder, window.path("", "").name)
-        process.repeats[names] = process.repeats.get(names, 0) + 1
-        window = replace(window, repeat=process.repeats[names])
         recorders = self.recorders if demand is None else demand.recorders
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()

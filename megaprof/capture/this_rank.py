@@ -20,7 +20,6 @@ from typing import Any
 from megaprof.capture.messages import say_start
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.config.values import TRAIN_OVERALL
-from megaprof.formats.names import shard
 from megaprof.parallel.machine import local_ranks
 from megaprof.parallel.megatron import (
     coords_from_parallel_state,
@@ -38,8 +37,6 @@ class ThisRank:
     """A rank's place in the job, and what it records."""
 
     coords: RankCoords
-    folder: str
-    """The name of the directory of its files."""
     layout: WorldLayout | None
     """The layout of the job's ranks; None if no order of the parallel axes explains it."""
     ranks: list[int] | None
@@ -89,7 +86,6 @@ class ThisRank:
         others = set(range(first, first + local)) - {coords.rank}
         here = cls(
             coords=coords,
-            folder=shard(coords.rank, coords.sizes.world),
             layout=layout,
             ranks=ranks,
             neighbours=len(others if ranks is None or config.listens else others.intersection(ranks)),

@@ -52,7 +52,7 @@ class ArtifactName:
     suffix: str
     """The kind of file, with a leading dot, such as ``.pt.trace.json.gz``."""
     repeat: int = 1
-    """Its number among the files of the same window, from 1: a finished file is never replaced."""
+    """Its number among the files that would have the same name, from 1: a finished file is never replaced."""
 
 
 def parse_artifact_name(name: str) -> ArtifactName | None:
@@ -66,16 +66,15 @@ def parse_artifact_name(name: str) -> ArtifactName | None:
     return ArtifactName(stem, target, role, step, place, match["suffix"], repeat)
 
 
-def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str, *, repeat: int = 1) -> str:
-    """Returns ``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}[.{repeat}]{suffix}``.
+def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str) -> str:
+    """Returns ``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}{suffix}``. A file whose name
+    is taken has ``.{repeat}`` before its suffix, from 2 on (`repeats`).
 
-    Every part is sanitised, so that the name is one component of a path whatever the role. ``repeat`` is in the name
-    from 2 on, for a file whose first name is taken.
+    Every part is sanitised, so that the name is one component of a path whatever the role.
     """
     role_part = f".{sanitise(role)}" if role else ""
-    repeat_part = f".{repeat}" if repeat > 1 else ""
     coordinates = f"pp{coords.pp}-tp{coords.tp}-cp{coords.cp}-ep{coords.ep}-dp{coords.dp}.rank{coords.rank:05d}"
-    return f"{sanitise(target)}{role_part}.step{step:06d}.{coordinates}{repeat_part}{suffix}"
+    return f"{sanitise(target)}{role_part}.step{step:06d}.{coordinates}{suffix}"
 
 
 def shard(rank: int, world: int) -> str:
@@ -103,7 +102,7 @@ def sanitise(part: str) -> str:
 
 
 def repeats(final: Path) -> Iterator[Path]:
-    """Yields ``final``, and then, in order, the names that a later file of the same window may have instead."""
+    """Yields ``final``, and then, in order, the names that a later file of the same name may have instead."""
     yield final
     parsed = parse_artifact_name(final.name)
     stem, dot, suffix = final.name.partition(".") if parsed is None else (parsed.stem, "", parsed.suffix)

@@ -30,13 +30,11 @@ class Window:
     coords: RankCoords
     final: bool = False
     """True if the process plans no further window and has no request for one, known when it closes."""
-    repeat: int = 1
-    """Counts the windows with the same names, from 1 on. It keeps a finished file from being replaced."""
 
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
         """Returns the path of this window's file with ``suffix``, in the rank's `shard` of ``directory``. Creates
-        nothing."""
-        name = artifact_name(self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
+        nothing. If there is such a file already, the writer gives this one the next number (`names.repeats`)."""
+        name = artifact_name(self.target, self.role, self.step, self.coords, suffix)
         return Path(directory, shard(self.coords.rank, self.coords.sizes.world), name)
 
     def among(self, files: list[str]) -> list[str]:

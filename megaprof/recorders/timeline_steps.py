@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megaprof.formats import timeline as format
 from megaprof.formats.job import Recent, limit
+from megaprof.formats.names import repeats
 from megaprof.formats.timeline import DISTURBED, Memory
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
@@ -272,10 +273,9 @@ class TimelineFiles:
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        for repeat in itertools.count(1):
-            window = Window("timeline", self._role, max(step, 0), self._coords, repeat=repeat)
-            path = window.path(self._directory, format.SUFFIX)
-            path.parent.mkdir(parents=True, exist_ok=True)
+        first = Window("timeline", self._role, max(step, 0), self._coords).path(self._directory, format.SUFFIX)
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for path in repeats(first):
             with contextlib.suppress(FileExistsError):  # of an earlier run, or of a step that the host runs again
                 self._file = os.open(path, flags, 0o666)
                 break

@@ -200,14 +200,20 @@ def test_a_restart_in_the_same_directory_replaces_nothing(one_rank: Any, tmp_pat
 
 def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: Path) -> None:
     config = on(tmp_path, "train_log_probs", steps="0")
-    with install_hooks(torch.nn.Linear(2, 2), config) as other, install_hooks(one_rank.chunks, config):
+    with install_hooks(torch.nn.Linear(2, 2), config) as other, install_hooks(one_rank.chunks, config) as own:
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
         _, ((step, demand),) = session.agenda.begins("train_log_probs")
         session._open(step, demand)
         assert process.window is not None
-        assert process.window.window.repeat == 2
+        final = process.window.window.path(tmp_path, ".kernels.json")
+        waiting = session.writer.raw_path(final)
+        waiting.touch()
+        for handle in (other, own):
+            assert handle._session is not None
+            assert not handle._session.writer.raw_path(final).exists(), "it waits to be finished"
+        waiting.unlink()
         session.end_window("no call came")
         assert not torch._C._autograd._profiler_enabled()
 

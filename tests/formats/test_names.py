@@ -24,6 +24,7 @@ from megaprof.formats.names import (
     kineto_temporary,
     parse_artifact_name,
     raw_path,
+    repeats,
     sanitise,
     shard,
     temporary_path,
@@ -75,16 +76,19 @@ def test_different_roles_have_different_names(one: str, other: str) -> None:
     st.sampled_from([".pt.trace.json.gz", ".timeline.bin", ".kernels.json", ".nsys.json", ""]),
 )
 def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: int, suffix: str) -> None:
-    name = artifact_name(target, role, step, COORDS, suffix, repeat=repeat)
     place = Place(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3)
     stem = artifact_name(target, role, step, place, "")
+    assert artifact_name(target, role, step, COORDS, suffix) == stem + suffix
+    name = f"{stem}.{repeat}{suffix}" if repeat > 1 else stem + suffix
     wanted = ArtifactName(stem, sanitise(target), role and sanitise(role), step, place, suffix, repeat)
     assert parse_artifact_name(name) == wanted
 
 
 def test_a_repeated_file_has_a_number_before_its_suffix() -> None:
-    path = Window("train_actor", "ref", 12, COORDS, repeat=2).path("/save", ".pt.trace.json.gz")
-    assert path.name == "train_actor.ref.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.2.pt.trace.json.gz"
+    first = Window("train_actor", "ref", 12, COORDS).path("/save", ".pt.trace.json.gz")
+    again = repeats(first)
+    assert next(again) == first
+    assert next(again).name == "train_actor.ref.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.2.pt.trace.json.gz"
 
 
 @pytest.mark.parametrize(
