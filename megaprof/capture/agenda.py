@@ -50,7 +50,7 @@ class CountedStep:
 @dataclass(eq=False)
 class Demand:
     """A capture that was requested while the job runs: ``steps`` windows of ``target``, from call number ``first`` on
-    (counted from 0 since the hooks were installed).
+    (counted from 0 since the hooks were installed; -1 until it is chosen).
 
     All ranks of a job make the same calls in the same order, so the same number is the same step everywhere. A rank
     that hears of the request too late captures nothing, rather than a different step. The background thread makes the
@@ -217,7 +217,7 @@ class Agenda:
         step, overall, hosts_begins = steps[-1], demand.target == TRAIN_OVERALL, len(steps) > 1
         is_counted = (step.target, step.role) == demand.counted
         upcoming = step.index if is_counted else self.calls.get(demand.counted, 0)
-        if demand.over or upcoming < demand.first or not (is_counted or (overall and hosts_begins)):
+        if demand.over or not 0 <= demand.first <= upcoming or not (is_counted or (overall and hosts_begins)):
             return None
         if upcoming > demand.first and not demand.seen:
             demand.reason, demand.over = "the call came too early", True
@@ -246,7 +246,7 @@ class Agenda:
             wish, following = self.wish(step.target, step.role), step.index + 1
             if wish.plan is not None and wish.plan.captures(step.number + 1, following - wish.graphs):
                 return step, None
-            if demand is None or demand.over or (step.target, step.role) != demand.counted:
+            if demand is None or demand.over or demand.first < 0 or (step.target, step.role) != demand.counted:
                 continue
             if demand.first <= following < demand.first + demand.steps:
                 return step, demand

@@ -74,8 +74,9 @@ class Session:
         """The `megaprof.Handle` that the host holds, and gets again if it installs the same hooks again."""
         self.at_end: list[Callable[[], object]] = []
         """Functions that are called when the session ends, once its files are finished."""
-        #: The capture that was requested while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
+        """The capture that was requested while the job runs, until its files are finished and the request is gone. Set
+        and cleared by the background thread."""
         self._termination = process.termination  # keeps a SIGTERM from ending a window half-way
         self._numbers = numbers
         self._framework = framework
@@ -229,7 +230,6 @@ class Session:
                 *(recorder.discard for recorder in (*self.recorders, *(demand.recorders if demand else ()))),
                 self._release,
             )
-        self.demand = None
         self._coming = ()
         if process.prepared is not None and process.prepared[0] is self:
             process.prepared = None

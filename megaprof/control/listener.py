@@ -120,9 +120,6 @@ class Listener:
         self._ousted = False
         self._request: Request | None = None
         self._obsolete_at = 0.0  # when the request may be removed, by the monotonic clock
-        self._demand: Demand | None = None
-        """What is captured for the request that the rank began with last, until its files are finished; None without
-        one. The training thread looks at `Session.demand`."""
         #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
         #: earlier run may have left a file.
         self._stood_since: float | None = 0.0
@@ -224,39 +221,34 @@ class Listener:
                 os.unlink(CAPTURE, dir_fd=control)
             request = None
         self._request = request
-        if self._demand is not None and (request is None or request.id != self._demand.request):
+        if session.demand is not None and (request is None or request.id != session.demand.request):
             self._withdraw()
-        if run is not None and request is not None and self._demand is None:
+        if run is not None and request is not None and session.demand is None:
             is_asked = True
             with suppress(ValueError):  # of another version of megaprof: the answer says what is wrong
                 is_asked = request.selector.selects(self._coords)
             if is_asked:
-                self._demand = _demanded(request, run, session, str(self._directory))
-        demand, first = self._demand, None if request is None else request.first
+                session.demand = _demanded(request, run, session, str(self._directory))
+        demand, first = session.demand, None if request is None else request.first
         if demand is None or request is None or request.id != demand.request:
             return
         if first is not None and demand.first < 0 and not demand.over:
-            demand.first, session.demand = first, demand
-            # Only now: a call that began before it was set did not see it.
+            demand.first = first
+            # Only now: a call that began before that did not see it.
             begun = session.agenda.calls.get(demand.counted, 0)
             if begun > first and not demand.seen:
                 demand.reason = f"call {first} was over when the rank heard of it; {begun} had begun"
                 demand.over = True
-        if session.demand is demand and not demand.records:
-            session.demand = None
 
     def _withdraw(self) -> None:
         """Gives the capture up. A window that is open is finished all the same, and so are those that follow it."""
-        demand, session = self._demand, self._session
-        if demand is not None and demand.taken and demand.records and session.off is None:
-            return
-        if session.demand is demand:
+        demand, session = self._session.demand, self._session
+        if demand is None or not demand.taken or not demand.records or session.off is not None:
             session.demand = None
-        self._demand = None
 
     def _answer(self, *, ended: bool) -> Answer | None:
         """Returns the answer to the request in hand; None without one. ``ended``: it is the last one."""
-        demand, session = self._demand, self._session
+        demand, session = self._session.demand, self._session
         if demand is None:
             return None
         state: State = "done"

@@ -128,8 +128,11 @@ def test_windows_on_demand_are_counted_by_calls(demand: Demand, expected: list[s
 
 
 def test_a_rank_that_hears_of_it_too_late_captures_nothing() -> None:
-    demand = Demand(ACTOR, None, -1, 1, [])
-    assert planned(train(10, 11), ACTOR, demand=demand, steps="none") == []
+    demand, run = Demand(ACTOR, None, -1, 1, []), agenda(ACTOR, steps="none")
+    assert windows_of(run, train(10, 11), demand) == []
+    assert (demand.over, demand.seen) == (False, False), "the first call is not chosen"
+    demand.first = 1
+    assert windows_of(run, train(12), demand) == []
     assert demand.reason == "the call came too early"
 
 
@@ -151,8 +154,8 @@ def test_a_window_of_the_hosts_step_on_demand_opens_where_that_step_begins() -> 
         "train_overall 12",
     ]
     assert demand.over
-    late = Demand(OVERALL, None, -1, 2, [])
-    assert planned(rl(10, 11), demand=late, steps="none") == []
+    late, run = Demand(OVERALL, None, 0, 2, []), agenda(ACTOR, steps="none")
+    assert windows_of(run, rl(10)) == windows_of(run, rl(11), late) == []
     assert late.over
 
 

@@ -18,6 +18,7 @@ from megaprof.capture import profiler
 from megaprof.capture import session as sessions
 from megaprof.capture.agenda import Demand
 from megaprof.capture.process import process
+from megaprof.control.listener import Listener
 from megaprof.formats.timeline import DISTURBED, Timeline, read_timeline
 from megaprof.hooks.plain import PlainSteps
 from megaprof.recorders import build_recorders
@@ -132,7 +133,8 @@ def test_a_window_of_the_whole_step_keeps_every_call(one_rank: Any, tmp_path: Pa
     assert steps(tmp_path) == {("train_actor", None): around(0, 2, 3, 4)}
 
 
-def test_on_demand(one_rank: Any, tmp_path: Path) -> None:
+def test_on_demand(one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listener, "look", lambda _: None)  # there is no request that it would find
     config = on(tmp_path, on_demand=True, steps="none")
     with install_hooks(one_rank.chunks, config) as handle:
         session = handle._session

@@ -168,7 +168,10 @@ def test_a_preparation_that_fails_costs_nothing_but_itself(
     assert caplog.text.count("Kineto is unwell") == 1
 
 
-def test_what_nobody_asks_for_any_more_is_not_prepared_again(one_rank: Any, tmp_path: Path, watched: Watched) -> None:
+def test_what_nobody_asks_for_any_more_is_not_prepared_again(
+    one_rank: Any, tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaprof.control.listener.Listener.look", lambda _: None)  # it would find no request
     only_timeline = ProfileConfig(("train_actor",), str(tmp_path), tool=("timeline",))
     with install_hooks(one_rank.chunks, only_timeline) as handle:
         session = handle._session

@@ -145,6 +145,7 @@ def test_annotated_windows_are_given_up_when_such_a_model_runs_in_them(
 @pytest.mark.usefixtures("_world")
 def test_captures_on_demand_refuse_it_too(one_rank: Any, tmp_path: Path, monkeypatch: Any) -> None:
     Chunks(monkeypatch)
+    monkeypatch.setattr("megaprof.control.listener.Listener.look", lambda _: None)  # it would find no request
     with install_hooks(None, on(dir=str(tmp_path), on_demand=True, steps="none")) as handle:
         session = handle._session
         assert session is not None

@@ -42,10 +42,10 @@ def test_what_is_no_request_is_ignored_and_replaced(kind: str, leader: Listener,
     UNREADABLE[kind](leader.job.run, paths.capture)
     for _ in range(2):
         leader.look()
-    assert leader._demand is None
+    assert leader._session.demand is None
     assert paths.says(0) is None
     asked(leader)
-    assert leader._demand is not None
+    assert leader._session.demand is not None
     assert not (paths.root.parent / "elsewhere").is_symlink()
 
 
@@ -78,7 +78,7 @@ def test_one_at_a_time(leader: Listener, paths: places.Paths) -> None:
     assert paths.request().id == first.request.id
     first.withdraw()
     leader.look()
-    assert leader._demand is None
+    assert leader._session.demand is None
     assert asked(leader).request.id != first.request.id
 
 
@@ -106,7 +106,7 @@ def test_whoever_asked_and_died_does_not_keep_others_out(
     leader.look()
     assert not paths.capture.exists()
     leader.look()
-    assert leader._demand is None
+    assert leader._session.demand is None
 
 
 def test_a_request_to_a_killed_job_is_none_to_the_next_one(
@@ -115,7 +115,7 @@ def test_a_request_to_a_killed_job_is_none_to_the_next_one(
     dead = asked(leader)
     after = places.listening(tmp_path, LAYOUT, 0)
     after.look()
-    assert after._demand is None
+    assert after._session.demand is None
     assert asked(after).request.id != dead.request.id
     outcome = dead.advance()
     assert outcome is not None

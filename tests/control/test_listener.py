@@ -253,7 +253,7 @@ def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatc
     request = job.order(steps=MOST_STEPS)
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
     for field, value in (("written", [[name] * 3] * MOST_STEPS), ("reason", "原因\udcff\x1b" * 4000), ("over", True)):
-        monkeypatch.setattr(job.listener._demand, field, value)
+        monkeypatch.setattr(job.listener._session.demand, field, value)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
@@ -321,7 +321,7 @@ def test_what_is_withdrawn_does_not_begin(job: Job, tmp_path: Path) -> None:
     job.listener.look()
     job.step(3)
     assert traces(tmp_path) == []
-    assert job.listener._demand is None
+    assert job.listener._session.demand is None
 
 
 def test_what_records_already_is_finished_and_then_comes_the_next(job: Job, tmp_path: Path) -> None:
@@ -546,12 +546,12 @@ def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[]
     places.write(paths.run, earlier)
     places.write(paths.capture, new_request(earlier, "train_actor", select="all"))
     rank.look()
-    assert rank._demand is not None, "it cannot know better yet"
+    assert rank._session.demand is not None, "it cannot know better yet"
     places.write(paths.run, ours)
     rank.look()
     assert rank.job is not None
     assert rank.job.run == ours
-    assert rank._demand is None
+    assert rank._session.demand is None
     places.write(paths.run, replace(ours, run="later", started=ours.started + 600))
     rank.look()
     assert rank.job is not None

@@ -171,8 +171,9 @@ def test_a_command_that_is_ended_withdraws(number: int, asked: Asked, tmp_path: 
 
 
 def test_the_command_prints_what_was_captured_as_json(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # its handler would stay in the process of the tests
     asked.says(0)
     with places.answering(asked.paths, asked.run, asked.layout, (0, 2), last="failed"):
         assert main(["trigger", str(tmp_path), "--target", "train_actor", "--json", "--timeout", "60"]) == 1

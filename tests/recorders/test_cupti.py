@@ -13,6 +13,7 @@ import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand
+from megaprof.control.listener import Listener
 from megaprof.recorders import Recorder, Window, build_recorders, torch_profiler
 from megaprof.recorders.torch_profiler import Cupti, TorchRecorder, cupti
 
@@ -104,6 +105,7 @@ def test_a_request_has_a_last_window_too(
     planned: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not between its own windows, and not while others are planned."""
+    monkeypatch.setattr(Listener, "look", lambda _: None)  # there is no request that it would find
     told, config = Told(monkeypatch), on(tmp_path, on_demand=True, steps=planned)
     with install_hooks(one_rank.chunks, config) as handle:
         assert handle._session is not None
