@@ -60,7 +60,7 @@ def _nothing_stays_in_the_background() -> Iterator[None]:
     yield
     module = sys.modules.get("megaprof.capture.process")
     if module is not None:
-        assert [task.run for task in module.process.background._tasks] == []
+        assert list(module.process.background._tasks) == []
 
 
 @pytest.fixture(autouse=True)

@@ -6,26 +6,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megaprof.runtime.isolation import logger
 
 #: Long enough for the training thread to wake up and take the interpreter.
 _PAUSE_SECONDS = 0.001
-
-
-@dataclass
-class _Task:
-    """A function that is called again and again."""
-
-    run: Callable[[], None]
-    """Runs the task once."""
-    every: float
-    """Seconds from one run to the next."""
-    woken: bool
-    """True if each ``wake()`` runs it, too."""
-    due: float
-    """When it runs next, in seconds of the monotonic clock."""
 
 
 class Background:
@@ -40,7 +25,8 @@ class Background:
 
     def forget(self) -> None:
         """Starts afresh in a forked child: the thread, its tasks and the holder of the lock stayed in the parent."""
-        self._tasks: list[_Task] = []
+        #: How many seconds lie between two runs of each task, and whether each ``wake()`` runs it, too.
+        self._tasks: dict[Callable[[], None], tuple[float, bool]] = {}
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -49,7 +35,7 @@ class Background:
         """Runs ``task`` every ``every`` seconds (for the first time sooner), and with ``woken`` also after each
         ``wake()``."""
         with self._lock:
-            self._tasks.append(_Task(task, every, woken, _next(every, time.monotonic())))
+            self._tasks[task] = every, woken
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="megaprof-background", daemon=True)
                 self._thread.start()
@@ -58,7 +44,7 @@ class Background:
     def remove(self, task: Callable[[], None]) -> None:
         """Stops running ``task``, although it may be running now. Does nothing if it was never added."""
         with self._lock:
-            self._tasks = [entry for entry in self._tasks if entry.run != task]
+            self._tasks.pop(task, None)
         self._wakes.put(False)
 
     def pause(self) -> None:
@@ -71,32 +57,32 @@ class Background:
         self._wakes.put(True)
 
     def _run(self) -> None:
-        wakes = self._wakes
+        """Runs tasks at multiples of their period on the monotonic clock, so tasks of one period share a wake-up, and
+        so do the ranks of a host: one pause of all ranks together holds a pipeline up less than a pause of each in
+        turn."""
+        wakes, last = self._wakes, time.monotonic()
         while True:
+            now = time.monotonic()
             with self._lock:
                 if not self._tasks:
                     self._thread = None
                     return
-                wait = max(0.0, min(task.due for task in self._tasks) - time.monotonic())
+                wait = min(every - now % every if every else 0.0 for every, _ in self._tasks.values())
             woken = _drain(wakes, wait)
-            now = time.monotonic()
+            before, last = last, time.monotonic()
             with self._lock:
-                due = [task for task in self._tasks if task.due <= now or (woken and task.woken)]
+                due = [
+                    task
+                    for task, (every, by_wake) in self._tasks.items()
+                    if (woken and by_wake) or not every or last // every > before // every
+                ]
             for task in due:
-                task.due = _next(task.every, now)
                 try:
-                    task.run()
+                    task()
                 except Exception as fault:
-                    self.remove(task.run)
+                    self.remove(task)
                     line = "megaprof: a background task failed and is off; training goes on: %r"
                     logger.error(line, fault, exc_info=True)
-
-
-def _next(every: float, now: float) -> float:
-    """Returns when a task that runs every ``every`` seconds runs next. Tasks run at multiples of their period on the
-    monotonic clock, so tasks of one period share a wake-up, and so do the ranks of a host: one pause of all ranks
-    together holds a pipeline up less than a pause of each in turn."""
-    return now + every - now % every if every else now
 
 
 def _drain(wakes: queue.SimpleQueue[bool], wait: float) -> bool:
