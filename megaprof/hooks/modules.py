@@ -197,7 +197,7 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
         for owner, method, name in sites(chunk, parts=True):
             if name.startswith(ranges.operation_range(ranges.EXPERTS) + " ") and id(owner) not in compiled:
-                dispatcher.of_this_call.shadow(owner, method, partial(_counted, dispatcher))
+                dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
 def patch_models(
@@ -233,17 +233,15 @@ def takes_packed(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callab
     return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, packed, tokens)
 
 
-def _counted(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        call = dispatcher.call
-        # A forward that a backward recomputes was already counted.
-        if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
-            with Contained("counting the tokens of experts", dispatcher.drop):
-                if (counts := given((1, "tokens_per_expert"), args, kwargs)) is not None:
-                    call.experts.append(counts)
-        return original(*args, **kwargs)
-
-    return watched
+def _counted(dispatcher: Dispatcher, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for the forward of experts, and notes how many tokens they get."""
+    call = dispatcher.call
+    # A forward that a backward recomputes was already counted.
+    if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
+        with Contained("counting the tokens of experts", dispatcher.drop):
+            if (counts := given((1, "tokens_per_expert"), args, kwargs)) is not None:
+                call.experts.append(counts)
+    return original(*args, **kwargs)
 
 
 def compiled_in(chunk: Any) -> set[int]:

@@ -57,7 +57,7 @@ def patch_megatron(patches: Patches) -> None:
     for name, label in SCHEDULES.items():
         for owner in (armed.schedules, *modules_with(name, getattr(schedules, name))):
             patches.apply(owner, name, partial(_hooked, label, dispatcher))
-    patches.apply(schedules, "create_cudagraphs", partial(_without_window, dispatcher))
+    patches.apply(schedules, "create_cudagraphs", lambda original: partial(_without_window, dispatcher, original))
     with contextlib.suppress(ImportError):
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -69,23 +69,19 @@ def patch_megatron(patches: Patches) -> None:
     patches.apply(torch.cuda.graph, "__exit__", partial(_left, dispatcher))
 
 
-def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``create_cudagraphs``, so that it closes the window before it captures. A recorder synchronises the device
+def _without_window(dispatcher: Dispatcher, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``create_cudagraphs``, and closes the window before that captures. A recorder synchronises the device
     when its window closes, and that would break a capture. The schedules call ``create_cudagraphs`` when their
     microbatches are done (0.13+), and it captures the graphs of single layers once."""
+    with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
+        if dispatcher.call is not None:
+            from megatron.core.transformer import cuda_graphs
 
-    def create_cudagraphs(*args: Any, **kwargs: Any) -> Any:
-        with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
-            if dispatcher.call is not None:
-                from megatron.core.transformer import cuda_graphs
-
-                record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
-                if not getattr(record, "cudagraph_created", False) and getattr(record, "cudagraph_record", True):
-                    dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
-                    dispatcher.put_back()
-        return original(*args, **kwargs)
-
-    return create_cudagraphs
+            record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
+            if not getattr(record, "cudagraph_created", False) and getattr(record, "cudagraph_record", True):
+                dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
+                dispatcher.put_back()
+    return original(*args, **kwargs)
 
 
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:

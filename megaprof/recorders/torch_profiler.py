@@ -134,14 +134,11 @@ class TorchRecorder:
             )
         self._prepared.prepare_trace()
         cupti.prepared()
-        self._watch.apply(_TORCH, "_prepare_profiler", self._replaced)
+        self._watch.apply(_TORCH, "_prepare_profiler", lambda prepare: partial(self._prepares_another, prepare))
 
-    def _replaced(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def another(*args: Any, **options: Any) -> Any:
-            self._prepared = None
-            return prepare(*args, **options)
-
-        return another
+    def _prepares_another(self, prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._prepared = None
+        return prepare(*args, **options)
 
     def _taken(self) -> profile | None:
         """Stops watching, and returns the session in warm-up, if there is one."""
