@@ -45,7 +45,7 @@ from megaprof.formats.names import host, shard
 from megaprof.formats.phrases import printable
 from megaprof.parallel.topology import AXES
 from megaprof.recorders import build_recorders, flight
-from megaprof.recorders.timeline_steps import Key, change_clock
+from megaprof.recorders.timeline_steps import Key
 from megaprof.runtime.isolation import logger
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ class Listener:
         # A world of exchanges alone is not checked: gloo keeps none.
         self._flight_checked = coords.rank > 0 or coords.sizes.world == coords.sizes.pp
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
-        self._host_moved, self._device_moved = change_clock(), change_clock()
+        # Where the host and the device are, and since when, in wall-clock seconds.
+        self._host: tuple[object, float] = None, 0.0
+        self._device: tuple[object, float] = None, 0.0
         self.closed = False
         """True once it looks no more: the job has ended, or others could write to its directory."""
 
@@ -315,8 +317,12 @@ class Listener:
         begun = dict(session.agenda.calls)
         running, position = process.parts.now, None if timeline is None else timeline.position()
         device = None if timeline is None else timeline.device_position()
-        if device is not None:
-            device = replace(device, since=self._device_moved(replace(device, since=0.0)))
+        now, place = time.time(), None if device is None else replace(device, since=0.0)
+        if place != self._device[0]:
+            self._device = place, now
+        state = position, running, sum(begun.values())
+        if state != self._host[0]:
+            self._host = state, now
         finished = {} if timeline is None else timeline.calls()
         calls = []
         for key in dict.fromkeys((*begun, *finished)):
@@ -330,13 +336,13 @@ class Listener:
             host=host(),
             name=socket.gethostname()[:64],
             pid=os.getpid(),
-            time=time.time(),
+            time=now,
             interval=self.every,
-            since=self._host_moved((position, running, sum(begun.values()))),
+            since=self._host[1],
             calls=tuple(calls),
             position=position,
             part=running[0] if running is not None and position is None else None,
-            device_position=device,
+            device_position=None if device is None else replace(device, since=self._device[1]),
             recent=None if timeline is None else timeline.recent(),
             waits=None if timeline is None else timeline.waits(),
             capture=self._answer(ended=ended),

@@ -137,18 +137,16 @@ class PlainSteps:
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self._microbatch)
 
-        def ended(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-            self._microbatch += 1
-            return result
-
-        hooked = ranged(original, self._dispatcher, code, ended)
+        hooked = ranged(original, self._dispatcher, code)
 
         def outermost(*args: Any, **kwargs: Any) -> Any:
             if self._backward_runs:
                 return original(*args, **kwargs)
             self._backward_runs = True
             try:
-                return hooked(*args, **kwargs)
+                result = hooked(*args, **kwargs)
+                self._microbatch += 1
+                return result
             finally:
                 self._backward_runs = False
 

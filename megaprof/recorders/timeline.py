@@ -41,7 +41,6 @@ from megaprof.recorders.timeline_steps import (
     PackedStep,
     RecordedStep,
     TimelineFiles,
-    change_clock,
 )
 from megaprof.runtime.background import Background
 from megaprof.runtime.isolation import logger
@@ -111,7 +110,7 @@ class TimelineRecorder:
         self._collections.start()
         #: Of each of the last steps, the microseconds for which the training thread waited for a core, and all of them.
         self._core_waits: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
-        self._unchanged_since = change_clock()
+        self._seen: tuple[object, float] = None, 0.0  # where the training thread is, and since when, in seconds
         self.steps_dropped = 0
         """The number of steps that waited too long, because nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
@@ -221,8 +220,9 @@ class TimelineRecorder:
         """Returns where the training thread is now, None outside of a schedule call."""
         step = self._running
         state = None if step is None else (id(step), len(step), step.now)
-        since = self._unchanged_since(state)
-        return None if step is None else _position(step, step.now, since)
+        if state != self._seen[0]:
+            self._seen = state, time.time()
+        return None if step is None else _position(step, step.now, self._seen[1])
 
     def device_position(self) -> Position | None:
         """Returns where the GPU is: at the first unfinished event of the oldest unfinished step. None on a CPU, and

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -313,17 +313,3 @@ class TimelineFiles:
         else:
             with Suppressed(OSError):
                 self._path.unlink()
-
-
-def change_clock() -> Callable[[Any], float]:
-    """Returns a function of a state, which returns the wall-clock time, in seconds, since which that state has been the
-    same at every look."""
-    last, since = None, 0.0
-
-    def unchanged_since(state: Any) -> float:
-        nonlocal last, since
-        if state != last:
-            last, since = state, time.time()
-        return since
-
-    return unchanged_since
