@@ -26,7 +26,7 @@ from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
 from megaprof.recorders.emit import Range
 from megaprof.recorders.emit import names as graph_names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.isolation import Contained, contained, fault_now, from_host, in_full, logger
+from megaprof.runtime.isolation import Contained, fault_now, from_host, in_full, logger
 
 if TYPE_CHECKING:
     from megaprof.recorders.timeline import TimelineRecorder
@@ -39,8 +39,8 @@ in. A number is None if unknown, and negative if the host has none."""
 class Session:
     """Decides, call by call, whether a window opens, and drives the recorders. Runs on the training thread.
 
-    If a recorder fails, only its window is lost. Any other fault in here turns the session off for the rest of the run.
-    Neither reaches the caller.
+    If a recorder fails, only its window is lost. Any other fault in here turns the session off for the rest of the run
+    (`Dispatcher.drop`).
     """
 
     def __init__(
@@ -98,40 +98,35 @@ class Session:
         None if nothing is recorded."""
         if self.off is not None:
             return None
-        try:
-            if facts.graph is None and capturing():  # something other than Megatron's own wrapper captures it
-                facts = facts._replace(graph="capture")
-            role = current().role
-            if role is None:
-                role = self.role
-            if role not in self._roles:
-                self._meet(role)
-            target = facts.target
-            opened = None if process.window is None else self._own_window
-            graph, demand = facts.graph == "capture", self.demand
-            steps, opens = self.agenda.begins(target, role, *self._numbers(target), graph=graph, demand=demand)
-            self._coming = ()
-            if self.recorders or demand is not None:
-                now = time.perf_counter_ns()
-                self._between, self._began = now - self._began, now
-                if (coming := self.agenda.before_wanted(demand)) is not None:
-                    self._coming = self.recorders if coming[1] is None else coming[1].recorders
-            if opened is not None or opens or process.prepared is not None:
-                with self._termination:
-                    if opened is not None and not (capturing() or opened.step.goes_on(steps)):
-                        self._close(None)
-                    elif opened is not None:
-                        self._check_work(opened, facts)
-                    self._open_first(opens, facts)
-                    if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
-                        self._leave_prepared()
-            elif self._termination.handler is not None:
-                self._termination.settle()  # the last window's files may be written by now
-            return self._record(facts, steps[-1])
-        except BaseException as fault:
-            if not contained("opening a window", self.abandon, fault):
-                raise
-        return None
+        if facts.graph is None and capturing():  # something other than Megatron's own wrapper captures it
+            facts = facts._replace(graph="capture")
+        role = current().role
+        if role is None:
+            role = self.role
+        if role not in self._roles:
+            self._meet(role)
+        target = facts.target
+        opened = None if process.window is None else self._own_window
+        graph, demand = facts.graph == "capture", self.demand
+        steps, opens = self.agenda.begins(target, role, *self._numbers(target), graph=graph, demand=demand)
+        self._coming = ()
+        if self.recorders or demand is not None:
+            now = time.perf_counter_ns()
+            self._between, self._began = now - self._began, now
+            if (coming := self.agenda.before_wanted(demand)) is not None:
+                self._coming = self.recorders if coming[1] is None else coming[1].recorders
+        if opened is not None or opens or process.prepared is not None:
+            with self._termination:
+                if opened is not None and not (capturing() or opened.step.goes_on(steps)):
+                    self._close(None)
+                elif opened is not None:
+                    self._check_work(opened, facts)
+                self._open_first(opens, facts)
+                if facts.graph != "capture":  # nothing may be synchronised while a graph is captured
+                    self._leave_prepared()
+        elif self._termination.handler is not None:
+            self._termination.settle()  # the last window's files may be written by now
+        return self._record(facts, steps[-1])
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
         """Handles the end of the call for which ``begin`` returned ``call``. ``failed``: whether it raised an exception
@@ -139,27 +134,23 @@ class Session:
         if self.off is not None:
             in_full(call.outermost.close, self.abandon)
             return
-        try:
-            coming = self._coming
-            if coming and (
-                failed or capturing() or not follows_at_once(self._between, time.perf_counter_ns() - self._began)
-            ):
-                coming = ()
-            if call.timed and self.timeline is not None:
-                # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
-                self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
-            call.outermost.close()
-            opened = None if process.window is None else self._own_window
-            if opened is None and not coming:
-                return
-            with self._termination:
-                if opened is not None and (failed or not opened.step.outlasts_call):
-                    self._close("the host raised an exception" if failed else None)
-                if coming and process.window is None:
-                    self._prepare(coming)
-        except BaseException as fault:
-            if not contained("closing a window", self.abandon, fault):
-                raise
+        coming = self._coming
+        if coming and (
+            failed or capturing() or not follows_at_once(self._between, time.perf_counter_ns() - self._began)
+        ):
+            coming = ()
+        if call.timed and self.timeline is not None:
+            # A GPU is still at work on a call that ends, so preparing the profiler disturbs it.
+            self.timeline.end(call.tape, failed=failed, disturbed=bool(coming))
+        call.outermost.close()
+        opened = None if process.window is None else self._own_window
+        if opened is None and not coming:
+            return
+        with self._termination:
+            if opened is not None and (failed or not opened.step.outlasts_call):
+                self._close("the host raised an exception" if failed else None)
+            if coming and process.window is None:
+                self._prepare(coming)
 
     def begin_work(self, role: str) -> bool:
         """Handles the start of annotated work of ``role``, outside other work of that role. Returns whether the work
@@ -167,7 +158,7 @@ class Session:
         hooks, because recorders follow the work of one thread."""
         opened = False
         if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
-            with Contained("opening a window", self.abandon), self._termination:
+            with self._termination:
                 if role not in self._roles:
                     self._meet(role)
                 graph, before = capturing(), process.window

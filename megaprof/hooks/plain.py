@@ -156,13 +156,14 @@ class PlainSteps:
         """Begins a step. If the step before it was not ended, it counts as failed."""
         self.end(failed=True)
         self._microbatch = 0
-        self._recorded = self._dispatcher.begin(self.facts) is not None
-        if self._recorded:
-            with Contained("looking at a model", self._dispatcher.drop):
+        with Contained("looking at a step", self._dispatcher.drop):
+            self._recorded = self._dispatcher.begin(self.facts) is not None
+            if self._recorded:
                 patch_models(self._dispatcher, self.facts, _takes_rows)
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""
         if self._recorded:
             self._recorded = False
-            self._dispatcher.end(failed=failed)
+            with Contained("closing a window", self._dispatcher.drop):
+                self._dispatcher.end(failed=failed)
