@@ -300,11 +300,11 @@ def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
             warnings.append(Note("cut", files=(recording.path.name,), said=recording.cut))
     if any(recording.gpu.shortened for recording in recordings):
         warnings.append(OVERLAPPING)
-    folder = os.path.commonpath([str(recording.path.parent) for recording in recordings]) + os.sep
+    folder = os.path.commonpath([recording.path.parent for recording in recordings]) + os.sep
     windows = _windows(recordings)
     in_order = (window for of_folder in windows.values() for window in of_folder)
     ranks = [
-        _facts(recording, str(recording.path).removeprefix(folder), place)
+        _facts(recording, os.path.normpath(recording.path).removeprefix(folder), place)
         for place, window in enumerate(in_order, 1)
         for recording in window
     ]
@@ -330,12 +330,12 @@ def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]
     of RL training; otherwise all are one, with an empty name."""
     folders: defaultdict[str, set[int | None]] = defaultdict(set)
     for recording in recordings:
-        folders[str(recording.path.parent)].add(recording.rank)
+        folders[os.path.normpath(recording.path.parent)].add(recording.rank)
     known = [rank for ranks in folders.values() for rank in ranks if rank is not None]
     apart = len(set(known)) < len(known) or any(len(ranks) > 1 for ranks in folders.values())
     windows: defaultdict[str, list[list[Recording]]] = defaultdict(list)
     for recording in sorted(recordings, key=lambda each: (each.extent[0], str(each.path))):
-        of_folder = windows[str(recording.path.parent) if apart else ""]
+        of_folder = windows[os.path.normpath(recording.path.parent) if apart else ""]
         window = next((window for window in of_folder if all(_together(recording, other) for other in window)), None)
         if window is None:
             of_folder.append([recording])

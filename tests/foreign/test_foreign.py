@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.cli import main
 from megaprof.foreign import Foreign
+from megaprof.formats import inputs
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder
@@ -403,6 +405,10 @@ def test_the_folders_of_roles_are_read_and_kept_apart(tmp_path: Path, capsys: py
     assert late == {("actor_update", 1, 8, 8), ("ref_compute_log_prob", 0, 8, 8)}
     assert main(["report", str(tmp_path)]) == 0
     assert ["3", "ref_compute_log_prob"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    memory = fsspec.filesystem("memory")
+    for path in tmp_path.glob("*/*"):
+        memory.pipe_file(f"/verl/{path.relative_to(tmp_path)}", path.read_bytes())
+    assert foreign(inputs.place("memory://verl")) == found
 
 
 @pytest.mark.parametrize(
