@@ -10,7 +10,7 @@ from megaprof.analysis.merge import MergeAnswer, merge
 from megaprof.analysis.trace.reading import NoSuchRun
 from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
 from megaprof.formats.inputs import place
-from megaprof.formats.phrases import of_several
+from megaprof.formats.phrases import counted, of_several
 from megaprof.parallel.selectors import OPTION, parse_selector
 
 EXAMPLES = (
@@ -76,11 +76,11 @@ def say_merged(merged: MergeAnswer, command: str) -> None:
     if merged.runs > 1:
         say(of_several(merged.run, merged.runs, command))
     say(
-        f"{merged.name}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
-        f"{_count(merged.arrows, 'arrow')} from sends to receives"
+        f"{merged.name}: {counted(len(merged.ranks), 'rank')}, {merged.events:,} events, "
+        f"{counted(merged.arrows, 'arrow')} from sends to receives"
     )
     if merged.left_out:
-        say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
+        say(f"Left out: {counted(merged.left_out, 'rank')} (see --ranks)")
     for line in merged.clocks:
         say(line)
     for warning in merged.warnings:
@@ -88,7 +88,3 @@ def say_merged(merged: MergeAnswer, command: str) -> None:
     if merged.others:
         more_steps = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
         say(f"Not merged (see --target, --role, --step): {', '.join(merged.others[:5])}{more_steps}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -17,7 +17,7 @@ from megaprof.analysis.trace.reading import Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
 from megaprof.cli.look import last_stand
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
-from megaprof.formats.inputs import place, read_input
+from megaprof.formats.inputs import RemotePath, place, read_input
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
 
@@ -66,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     report_directory(
         arguments.dir,
         as_json=arguments.json == "-",
-        json_file=Path(arguments.json) if arguments.json not in (None, "", "-") else None,
+        json_file=Path(arguments.json) if arguments.json not in (None, "-") else None,
         html_file=page,
         number=arguments.run,
         workers=workers,
     )
     if arguments.open and page is None:
-        ui_command = shlex.join(["megaprof", "ui", str(arguments.dir)])
-        print(f"No browser can be opened here. To see the report in yours: {ui_command}", file=sys.stderr)
+        how = _ui_command(arguments.dir) or f"megaprof report {shlex.quote(str(arguments.dir))} --html report.html"
+        print(f"No browser can be opened here. To see the report in yours: {how}", file=sys.stderr)
     elif arguments.open and page is not None and not opened_in_browser(page.absolute().as_uri()):
         print(f"No browser can be opened here. On your own machine: {fetching(page)}", file=sys.stderr)
     return 0
@@ -122,8 +122,8 @@ def report_directory(
         show(report, Console(highlight=False))
     if fault is not None:
         raise fault
-    if html_file is not None and not as_json:
-        print(f"To see it in your browser: {shlex.join(['megaprof', 'ui', str(directory)])}")
+    if html_file is not None and not as_json and (ui_command := _ui_command(directory)):
+        print(f"To see it in your browser: {ui_command}")
     if json_file is not None:
         print(f"Report as JSON: {json_file}")
     if html_file is not None and not as_json:
@@ -133,11 +133,15 @@ def report_directory(
     return report
 
 
+def _ui_command(source: Path) -> str | None:
+    """Returns the command that shows ``source`` in the browser; None if it is no directory of this machine."""
+    return None if isinstance(source, RemotePath) or source.is_file() else shlex.join(["megaprof", "ui", str(source)])
+
+
 def report_on(directory: Path, number: int | None = None, workers: Workers | None = None) -> Report:
     """Returns the report on the run with this ``number`` (from 1; None: the newest). Raises Unanswerable, and
     UsageError if there is no such run."""
-    # The status files are next to the others, on a file system of this machine.
-    last = last_stand(directory) if isinstance(directory, Path) and directory.is_dir() else None
+    last = last_stand(directory) if not isinstance(directory, RemotePath) and directory.is_dir() else None
     try:
         with progress("reading") as advance:
             report = analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number)

@@ -95,7 +95,7 @@ def _table(view: View, cause: str | None, goes: TableView | None, console: Conso
     from megaprof.analysis.report.terminal import tables
 
     job, summary = view.job, view.summary
-    heard = len(view.statuses)
+    heard = len(view.heard)
     parts = [counted(job.run.world, "rank") + ("" if heard == job.run.world else f", {heard} of them answering")]
     if summary.step_ms is None:
         parts.append("no step has been timed yet")

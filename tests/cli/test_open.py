@@ -179,6 +179,11 @@ def test_without_a_browser_the_scp_line_is_said_and_json_stays_json(tmp_path: Pa
     run = megaprof("report", tmp_path / "traces", "--open", TMPDIR=str(scratch), **NONE)
     assert (run.returncode, list(scratch.iterdir())) == (0, []), "nothing is written that nobody can look at"
     assert run.stderr.endswith(f": megaprof ui {tmp_path / 'traces'}\n")
+    (trace, _) = (tmp_path / "traces").iterdir()
+    run = megaprof("report", trace, "--html", page, **NONE)
+    assert "megaprof ui" not in run.stdout, "which shows directories of this machine alone"
+    run = megaprof("report", trace, "--open", **NONE)
+    assert run.stderr.endswith(f": megaprof report {trace} --html report.html\n")
 
 
 @pytest.mark.parametrize(

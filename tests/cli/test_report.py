@@ -53,6 +53,7 @@ def test_no_other_file_is_overwritten(traces, tmp_path):
         assert run.returncode == 2
         assert str(path) in run.stderr
         assert before is None or path.read_bytes() == before
+    assert megaprof("report", traces, "--json", "").returncode == 2, "a variable without a value"
 
 
 def test_json_that_cannot_be_written_is_one_line(traces, tmp_path):

@@ -245,7 +245,9 @@ def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
     gone = f"rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more"
     assert f"! {gone}" in shown
     assert main(["watch", str(job.directory), "--once"]) == 0
-    assert gone in " ".join(capsys.readouterr().out.split()), "watch names it, too"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert gone in shown, "watch names it, too"
+    assert "2 ranks, 1 of them answering" in shown
     job.run = replace(job.run, pid=dead_pid)
     job.write_run()
     job.status(0, pid=dead_pid)
