@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.report.report import NoSuchRun, NothingToReport, Report, analyze
+from megaprof.analysis.report.report import NothingToReport, Report, analyze
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.trace.reading import Workers
+from megaprof.analysis.trace.reading import NoSuchRun, Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
 from megaprof.cli.look import last_stand
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser

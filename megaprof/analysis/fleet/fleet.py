@@ -168,12 +168,6 @@ class Synchronisation:
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
     """Changes by which it became slower on a single stage, each with the pipeline rank of that stage."""
 
-    @property
-    def median_ms(self) -> float | None:
-        """Milliseconds per step in the median bucket."""
-        known_ms = sorted(ms for ms in self.synchronisation_ms if ms is not None)
-        return known_ms[len(known_ms) // 2] if known_ms else None
-
 
 @dataclass(frozen=True)
 class Fleet:

@@ -49,7 +49,6 @@ from megaprof.analysis.trace.reading import (
     recordings_in,
     runs_in,
 )
-from megaprof.analysis.trace.reading import NoSuchRun as NoSuchRun
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats.inputs import files_below, place

@@ -249,9 +249,10 @@ def run_table(fleet: Fleet, most: int | None = None) -> TableView:
     if fleet.times.step is not None:
         times = (number(getattr(fleet.times.step, name)) for name in _PERCENTILES)
         rows.append(row("step, longest rank", "", *times, sparkline(fleet.times.step_ms)))
-    if (middle := fleet.synchronisation.median_ms) is not None:
-        line = sparkline(fleet.synchronisation.synchronisation_ms)
-        rows.append(row("gradients, last rank", "", number(middle), "", "", "", line))
+    synchronisation_ms = fleet.synchronisation.synchronisation_ms
+    if known_ms := sorted(ms for ms in synchronisation_ms if ms is not None):
+        middle, line = number(known_ms[len(known_ms) // 2]), sparkline(synchronisation_ms)
+        rows.append(row("gradients, last rank", "", middle, "", "", "", line))
     slowest = sorted(fleet.stages, key=lambda stage: -stage.compute.p50 if stage.compute else 0.0)[:most]
     for stage in fleet.stages:
         if stage in slowest:

@@ -217,7 +217,10 @@ def _events_in(tables: sqlite3.Connection, patterns: Sequence[str]) -> dict[int,
             processes.setdefault(pid, Events(base)).impossible[category] += 1
         found = found[~backwards]
         kinds, kind = np.unique(found[:, 3], return_inverse=True)
-        texts = {_PEER_TO_PEER: _BETWEEN_DEVICES} if of_name == "copyKind" else _names(tables, kinds)
+        texts: dict[Any, Any] = {_PEER_TO_PEER: _BETWEEN_DEVICES}
+        if of_name != "copyKind":
+            wanted, strings = {*kinds.tolist()}, _columns(tables, "StringIds", "id", "value")
+            texts = {number: text for number, text in strings if number in wanted and isinstance(text, str)}
         of_kind = [names[texts.get(number, table.rpartition("_")[2])] for number in kinds.tolist()]
         places = defaultdict[tuple[int, ...], int](count().__next__)
         place = [*map(places.__getitem__, zip(*found[:, 4:].T.tolist(), strict=True))]
@@ -266,13 +269,6 @@ def _array(tables: sqlite3.Connection, table: str, *columns: str) -> npt.NDArray
     rows = chain.from_iterable(_rows(tables, f"SELECT {values} FROM {table} WHERE {whole}"))
     numbers = np.fromiter(rows, dtype=np.int64).reshape(-1, len(columns))
     return numbers[(np.abs(numbers[:, :2]) < LONGEST).all(axis=1)]
-
-
-def _names(tables: sqlite3.Connection, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
-    """Returns the names with these ``numbers``, by number."""
-    wanted_numbers = set(numbers.tolist())
-    rows = _columns(tables, "StringIds", "id", "value")
-    return {number: name for number, name in rows if number in wanted_numbers and isinstance(name, str)}
 
 
 class NsysFile:
