@@ -32,11 +32,8 @@ def writers() -> Writers:
     """Returns its writers. Those of TensorBoard and W&B exist on the last rank only; the meter is that of its telemetry
     (nemo-lens, head of August 2026), on the ranks that export."""
     telemetry = _global("_GLOBAL_TELEMETRY_HANDLE")
-    return Writers(
-        tensorboard=_global("_GLOBAL_TENSORBOARD_WRITER"),
-        wandb=_global("_GLOBAL_WANDB_WRITER"),
-        meter=telemetry.meter if telemetry is not None and telemetry.is_exporting else None,
-    )
+    meter = telemetry.meter if telemetry is not None and telemetry.is_exporting else None
+    return _global("_GLOBAL_TENSORBOARD_WRITER"), _global("_GLOBAL_WANDB_WRITER"), meter
 
 
 def _global(name: str) -> Any | None:

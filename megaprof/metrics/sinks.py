@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,9 @@ LEAST_SECONDS = 10.0
 Sink = Callable[[Summary], object]
 
 
-@dataclass(frozen=True)
-class Writers:
-    """The places where the host writes its own scalars on this rank; None for each that it does not have."""
-
-    tensorboard: Any | None = None
-    """A TensorBoard ``SummaryWriter``."""
-    wandb: Any | None = None
-    """The module ``wandb`` with a run in it."""
-    meter: Any | None = None
+Writers = tuple[Any | None, Any | None, Any | None]
+"""Where the host writes its own scalars on this rank: a TensorBoard ``SummaryWriter``, the module ``wandb`` with a run
+in it, and a meter of OpenTelemetry's; None for each that it does not have."""
 
 
 #: For each figure its name in OpenTelemetry, its unit and its meaning.
@@ -75,10 +68,11 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 
 def host_sinks(host: Writers, role: str | None = None) -> Iterator[tuple[str, Sink]]:
-    if (writer := host.tensorboard) is not None:
+    writer, wandb, _ = host
+    if writer is not None:
         add = writer.add_scalar
         yield "TensorBoard", lambda summary: [add(*named, summary.step) for named in scalars(summary, role).items()]
-    if (wandb := host.wandb) is not None:
+    if wandb is not None:
         # Without commit: the figures join the step that the host has open instead of being one.
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
 
@@ -168,7 +162,7 @@ class Overview:
         yield from host_sinks(host, self._role)
         if self._otel is None and "OpenTelemetry" not in self._broken:
             try:
-                found = meter(host.meter)
+                found = meter(host[-1])
                 self._otel = None if found is None else open_telemetry(found, self._role)
             except Exception as fault:
                 self._broken.add("OpenTelemetry")

@@ -160,11 +160,11 @@ import sys
 from megaprof.autoload import megatron_lm
 from megaprof.metrics import sinks
 from megaprof.metrics import StageFigures, Summary
-assert sinks.meter(megatron_lm.writers().meter) is None and "opentelemetry" not in sys.modules
+assert sinks.meter(megatron_lm.writers()[-1]) is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
-assert sinks.meter(megatron_lm.writers().meter) is None
+assert sinks.meter(megatron_lm.writers()[-1]) is None
 metrics.get_meter("host")  # a proxy, which the API makes by itself
-assert sinks.meter(megatron_lm.writers().meter) is None
+assert sinks.meter(megatron_lm.writers()[-1]) is None
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
@@ -173,11 +173,11 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
     import types
     host = types.SimpleNamespace(_GLOBAL_TELEMETRY_HANDLE=types.SimpleNamespace(is_exporting=False))
     sys.modules["megatron.training.global_vars"] = host
-    assert sinks.meter(megatron_lm.writers().meter) is None
+    assert sinks.meter(megatron_lm.writers()[-1]) is None
     host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
 else:
     metrics.set_meter_provider(provider)
-sink = sinks.open_telemetry(sinks.meter(megatron_lm.writers().meter), "actor")
+sink = sinks.open_telemetry(sinks.meter(megatron_lm.writers()[-1]), "actor")
 stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, *[None] * 5) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
