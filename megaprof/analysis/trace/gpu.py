@@ -13,9 +13,9 @@ start of each session, one more each time (pytorch/pytorch#192021). The calls th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -162,15 +162,6 @@ def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArr
     return ends
 
 
-class Allocations(NamedTuple):
-    """The memory of one rank's device: when memory was allocated or released, in wall-clock nanoseconds, ascending; the
-    bytes allocated from each of these times on; and those of the device, 0 if the trace does not say."""
-
-    times: npt.NDArray[np.int64]
-    allocated: npt.NDArray[np.int64]
-    capacity: int
-
-
 def combined_memory(memories: Iterable[Memory | None]) -> Memory | None:
     """Returns the least and the most that was allocated, on the smallest device; None if nothing is known."""
     known = [memory for memory in memories if memory is not None]
@@ -180,29 +171,27 @@ def combined_memory(memories: Iterable[Memory | None]) -> Memory | None:
     return Memory(min(allocated), max(peak), min(filter(None, capacity), default=0))
 
 
-def allocations(events: KinetoEvents) -> Allocations | None:
-    """Returns the allocations of the device that has the most; None if there are none. Kineto writes an instant event
-    for each allocation and release of the caching allocator (``--profile-memory``)."""
-    if not events.allocations:
-        return None
-    device, rows = max(events.allocations.items(), key=lambda entry: max(allocated for _, allocated in entry[1]))
-    times, allocated = np.array(sorted(rows), dtype=np.int64).T
+def memory_in(events: KinetoEvents) -> Callable[[int, int], Memory | None]:
+    """Returns what says, for two moments in wall-clock nanoseconds, how much was allocated between them on the device
+    that has the most; None if that is not known. Kineto writes an instant event for each allocation and release of the
+    caching allocator (``--profile-memory``)."""
+    of_devices = events.allocations.items()
+    device, rows = max(of_devices, key=lambda entry: max(bytes for _, bytes in entry[1]), default=(-1, []))
+    times, allocated = np.array(sorted(rows), dtype=np.int64).reshape(-1, 2).T
+    times = times + events.base
     try:
         devices = msgspec.json.decode(events.document.top.get("deviceProperties", b"[]"), type=list[dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         devices = []
     capacity = next((each.get("totalGlobalMem") for each in devices if each.get("id") == device), None)
     known = capacity if isinstance(capacity, int) and capacity > 0 else 0
-    return Allocations(times + events.base, allocated, known)
 
+    def between(start: int, end: int) -> Memory | None:
+        first, last = np.searchsorted(times, (start, end))
+        call_bytes = allocated[max(first - 1, 0) : last]
+        return Memory(int(call_bytes.min()), int(call_bytes.max()), known) if last > first else None
 
-def memory_of(allocations: Allocations | None, start: int, end: int) -> Memory | None:
-    """Returns the memory of a call from ``start`` to ``end``; None if it is unknown."""
-    if allocations is None:
-        return None
-    first, last = np.searchsorted(allocations.times, (start, end))
-    call_bytes = allocations.allocated[max(first - 1, 0) : last]
-    return Memory(int(call_bytes.min()), int(call_bytes.max()), allocations.capacity) if last > first else None
+    return between
 
 
 def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, why: str | None) -> Note | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import LAUNCHES_UNKNOWN, OVERLAPPING, PP_UNKNOWN, UNNAMED_GROUP, Note
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, memory_of, without_some
+from megaprof.analysis.trace.gpu import MOST_UNSEEN, Activities, without_some
 from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
@@ -236,7 +236,7 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         finalize=finalize,
         has_kernels=trace.gpu is not None or unseen is not None,
         spent=dict.fromkeys((*_ANY_USER, "unknown"), 0.0 if unseen is None else np.nan),
-        memory=memory_of(trace.memory, *extent),
+        memory=trace.memory(*extent),
         incomplete=unseen,
         unseen=unseen,
     )
