@@ -306,7 +306,7 @@ def _forget() -> None:
         torch._C._autograd._enable_record_function(False)
     for of_parent in (process.sessions, process.summaries, process.answers, process.asked):
         of_parent.clear()
-    process.window = process.prepared = None
+    process.window = process.prepared = process.started = None
     process.disturbed, process.dispatcher = False, Dispatcher()
     process.termination.reset()
 

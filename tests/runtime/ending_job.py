@@ -210,12 +210,13 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
         process.background.remove(fork)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not handle.active
+        assert process.started is None, "the child may start hooks of its own"
         assert handle.flush(0)
         torch.ones(2).sum()
         atexit._run_exitfuncs()
         os._exit(7)  # as multiprocessing does: torch itself hangs in a child that leaves a window by sys.exit
 
-    handle = install(gpt, directory, schedule="0")
+    process.started = handle = install(gpt, directory, schedule="0")
     before_forward(gpt.chunks[0], fork)
     gpt.train_step()
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
