@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
-from megaprof.config.values import TRAIN_OVERALL, Schedule, StepList, parse_schedule
+from megaprof.config.values import ANNOTATED, TRAIN_OVERALL, Schedule, StepList, parse_schedule
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
@@ -73,22 +73,20 @@ def say_window(window: Window, files: list[str]) -> None:
         logger.info("megaprof captured %s step %d: %s", whose, window.step, ", ".join(own))
 
 
-def say_end(config: ProfileConfig, windows: int, agenda: Agenda) -> None:
-    """Logs at the end of the run how many ``windows`` were captured, and what was requested but never ran."""
+def say_end(config: ProfileConfig, windows: int, agenda: Agenda, off: str | None) -> None:
+    """Logs at the end of the run how many ``windows`` were captured, and what never ran, or the fault that ended it."""
     if not config.windowed or config.steps_are_none:
         return
-    unmet = list(never_came(config, agenda))
+    unmet = list(never_came(config, agenda)) if off is None else [f"profiling was off after a fault: {off}"]
     done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {config.dir}"
-    if unmet:
-        logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
-    else:
-        logger.info("megaprof ends: %s", done)
+    say = logger.warning if unmet else logger.info
+    say("megaprof ends: %s", "; ".join([done, *unmet]))
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
     """Yields a sentence, without a full stop, for each thing that was requested and not captured."""
     ran = {role for _, role in agenda.wishes if role is not None}
-    for target in config.target:
+    for target in (*config.target, *[ANNOTATED] * config.discrete):
         wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.ran}
         if not wishes:
             plans = (agenda.plan_of(target, role) for role in {agenda.role, *ran})
@@ -118,12 +116,11 @@ def _missing(wishes: list[Wish]) -> Iterator[str]:
     if isinstance(plan, StepList):
         if left := plan.left(wanted, _LISTED + 1):
             yield f"{_listed(left)} never came: {ran}"
-    elif isinstance(plan, Schedule) and plan.repeat:
-        windows = plan.active * plan.repeat
-        if len(wanted) < windows:
-            needed = plan.skip_first + plan.cycle * plan.repeat + max(wish.graphs for wish in wishes)
-            came = f"{len(wanted)} of {counted(windows, 'step')} of the schedule came"
-            yield f"{came}: it needs {counted(needed, 'call')}, and {max(wish.ran for wish in wishes)} ran"
+    elif isinstance(plan, Schedule) and (windows := plan.windows) and len(wanted) < windows:
+        needed = plan.skip_first + plan.cycle * plan.repeat + max(wish.graphs for wish in wishes)
+        calls, why = max(wish.ran for wish in wishes), "further calls had the number of a captured step"
+        why = f"it needs {counted(needed, 'call')}, and {calls} ran" if calls < needed else why
+        yield f"{len(wanted)} of {counted(windows, 'step')} of the schedule came: {why}"
     if lost := [number for number, reason in wanted.items() if reason is not None]:
         were = "was" if len(lost) == 1 else "were"
         yield f"{_listed(lost)} {were} not captured: {wanted[lost[-1]]}"

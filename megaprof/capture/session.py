@@ -19,7 +19,7 @@ from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
 from megaprof.config.options import ProfileConfig
-from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
+from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, StepList, parse_limit
 from megaprof.formats import ranges
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
@@ -100,9 +100,7 @@ class Session:
             return None
         if facts.graph is None and capturing():  # something other than Megatron's own wrapper captures it
             facts = facts._replace(graph="capture")
-        role = current().role
-        if role is None:
-            role = self.role
+        role = current().role or self.role
         if role not in self._roles:
             self._meet(role)
         target = facts.target
@@ -156,8 +154,9 @@ class Session:
         """Handles the start of annotated work of ``role``, outside other work of that role. Returns whether the work
         has a window of its own; then `over` must follow. A window opens only on the thread that installed the
         hooks, because recorders follow the work of one thread."""
-        opened = False
-        if self.off is None and self.config.discrete and threading.get_ident() == self._thread:
+        if self.off is not None or not self.config.discrete:
+            return False
+        if threading.get_ident() == self._thread:
             with self._termination:
                 if role not in self._roles:
                     self._meet(role)
@@ -165,8 +164,10 @@ class Session:
                 numbers = self._numbers(ANNOTATED)
                 _, opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)
                 self._open_first(opens, NO_CALL._replace(graph="capture" if graph else None))
-                opened = process.window is not before
-        return opened
+                return process.window is not before
+        elif self.agenda.plan_of(ANNOTATED, role) not in (None, StepList(())):
+            logger.once("megaprof: annotated work of %s is captured only on the thread of install_hooks", role)
+        return False
 
     def over(self, target: str, *, failed: bool = False) -> None:
         """Handles the end of work for which ``begin_work`` returned True (``annotated``), or of a step of the host
@@ -208,7 +209,7 @@ class Session:
     def _say_end(self) -> None:
         if self._speaks:
             self._speaks = False
-            say_end(self.config, self._windows, self.agenda)
+            say_end(self.config, self._windows, self.agenda, self.off)
 
     def abandon(self) -> None:
         """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""

@@ -27,7 +27,21 @@ ROLES = [Call(EVALUATE, "actor")]
             {"schedule": "5:0:0:2"},
             ["train_actor: 1 of 2 steps of the schedule came: it needs 7 calls, and 6 ran"],
         ),
+        (
+            train(*[4] * 6),
+            (ACTOR,),
+            {"schedule": "0:0:0:3"},
+            ["train_actor: 1 of 3 steps of the schedule came: further calls had the number of a captured step"],
+        ),
         (train(0), (ACTOR, LOG_PROBS), {"steps": "0"}, ["train_log_probs never ran"]),
+        (train(0), (ACTOR,), {"steps": "0", "discrete": True}, ["annotated never ran"]),
+        (train(0), (ACTOR,), {"steps": "train_actor=0;annotated=none", "discrete": True}, []),
+        (
+            train(0) + [Call("annotated", "rollout")] * 3,
+            (ACTOR,),
+            {"steps": "train_actor=0;annotated=2,5", "discrete": True},
+            ["annotated of rollout: step 5 never came: steps 0-2 ran"],
+        ),
         (train(0), (ACTOR, LOG_PROBS), {"steps": "train_actor=0;train_log_probs=none"}, []),
         (
             rl(0, 1),

@@ -171,6 +171,22 @@ def test_annotated_work_has_the_steps_that_are_named_for_it(one_rank: Any, tmp_p
     assert list(short(tmp_path)) == ["annotated.rollout.step000001"]
 
 
+def test_annotated_work_on_another_thread_is_not_captured_and_that_is_said(
+    one_rank: Any, tmp_path: Path, caplog: Any
+) -> None:
+    config = on(tmp_path, "train_actor", steps="train_actor=none;annotated=1", discrete=True, role_select="ref=none")
+    generate, score = (annotate(role=role)(lambda: None) for role in ("rollout", "ref"))
+    with install_hooks(one_rank.chunks, config):
+        for _ in range(3):
+            for work in (generate, score):
+                thread = threading.Thread(target=work)
+                thread.start()
+                thread.join()
+    assert short(tmp_path) == {}
+    (said,) = [line for line in caplog.messages if "thread" in line]
+    assert "annotated work of rollout is captured only on the thread of install_hooks" in said
+
+
 # ---- no file is replaced
 
 
@@ -281,3 +297,13 @@ def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
         *(f"megaprof captured train_actor step {n}: {tmp_path / name.format(n)}" for n in (1, 2)),
         f"megaprof ends: 2 windows captured into {tmp_path}",
     ]
+
+
+def test_after_a_fault_nothing_is_said_of_what_ran(
+    one_rank: Any, tmp_path: Path, lines: Callable[[], list[str]]
+) -> None:
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1"), iteration=lambda: {}["host"]):
+        one_rank.train_step()
+    assert lines()[-1] == (
+        f"megaprof ends: no windows captured into {tmp_path}; profiling was off after a fault: KeyError: 'host'"
+    )
