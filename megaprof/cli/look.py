@@ -122,9 +122,10 @@ class View:
             if not steps or not (blame.still or (inside is None and not lasts)):
                 return None
             return Standstill(max(steps), blame.still, (), 0, outcome, inside=inside)
-        blamed = [statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses]
-        stuck = [status.place for status in blamed if status.place is not None]
-        last = max((blame.still and stuck) or places, key=lambda place: place.step)
+        # Where a silent rank stands by now is not known.
+        blame = replace(blame, culprits=tuple(culprit for culprit in blame.culprits if not culprit.silent))
+        stuck = [statuses[culprit.rank].place for culprit in blame.culprits if culprit.rank in statuses]
+        last = max((blame.still and [*filter(None, stuck)]) or places, key=lambda place: place.step)
         targets = {call.target for status in statuses.values() for call in status.calls}
         waited_for = standings(statuses, blame) if blame.still else ()
         waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
@@ -320,7 +321,7 @@ def collectives(view: View) -> Hang:
 def stages_table(view: View) -> TableView:
     """Returns the figures of every stage, and which of them the others wait for."""
     summary = view.summary
-    waited_for = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
+    waited_for = [rank.stage for rank in standings(view.statuses, view.blame)] if view.standstill else []
     on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
     rows = [
         {

@@ -361,6 +361,22 @@ def test_what_stood_still_is_the_same_in_every_command_after_the_job_was_killed(
     assert stood in capsys.readouterr().err
 
 
+def test_where_a_silent_rank_was_last_seen_is_not_where_the_job_stands_still(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have been stopped steps after its last status."""
+    now = time.time()
+    place = {"target": "train_actor", "chunk": 0, "since": now - 40}
+    job.status(0, time=now, since=now - 40, position=place | {"step": 6, "phase": "recv_backward", "microbatch": None})
+    job.status(1, time=now - 40, since=now - 41, position=place | {"step": 4, "phase": "forward", "microbatch": 3})
+    assert status(job) == 3
+    said = capsys.readouterr().out
+    assert "it was last seen in forward of microbatch 3, train_actor step 4; 1 rank waits for it" in said
+    assert "The job stands still in step 6, for 40 s by now. This step" in said
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert "1 waited for" in capsys.readouterr().out
+
+
 PAIRS = {"1": (0, 1), "2": (2, 3)}
 
 

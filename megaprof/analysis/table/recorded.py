@@ -74,6 +74,8 @@ class _Plan(NamedTuple):
     """Steps with known arrivals of a rank at its collectives."""
     origin: int
     """Nanoseconds on the wall clock from which times are counted, so that floats hold them exactly."""
+    differ: bool
+    """Whether other steps have another number of microbatches."""
 
 
 def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[int], workers: Workers) -> Table:
@@ -88,7 +90,7 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
     # Half of the steps tell more if it is known who waited in them: of the last ones it often is not.
     known = 2 * len(with_arrivals) >= min(step_count, _FEWEST_STEPS)
-    notes = [PP_UNKNOWN] if key.sizes.pp > 1 else []
+    notes = [*[PP_UNKNOWN] * (key.sizes.pp > 1), *[Note("microbatches_differ")] * plan.differ]
     in_compute = Note("exposed_unknown", count=len(with_arrivals), of=len(plan.numbers))
     plan = plan._replace(numbers=_spread(with_arrivals if known else plan.numbers, step_count, changes))
     chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
@@ -163,7 +165,8 @@ def _plan(timelines: Timelines, key: Key, files: Sequence[Path], left_out_steps:
     numbers, first = np.unique(numbers_of(steps), return_index=True)
     warm_numbers = numbers[warming_up(steps["duration"][first].tolist()) :]
     cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm_numbers[0] >> CALLS)
-    return _Plan(key, schedule, metadata, warm_numbers, cold, np.concatenate(arrival_steps), int(steps["start_ns"][0]))
+    differ, origin = len({parts[0][0].microbatches for parts in parts_by_shape.values()}) > 1, int(steps["start_ns"][0])
+    return _Plan(key, schedule, metadata, warm_numbers, cold, np.concatenate(arrival_steps), origin, differ)
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:

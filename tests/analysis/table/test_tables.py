@@ -253,6 +253,15 @@ def test_peers_on_different_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
     assert table.length == pytest.approx(priced.length(priced.all), rel=0.02)
 
 
+def test_a_timeline_whose_steps_have_different_numbers_of_microbatches_says_so(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes(pp=2))
+    write_timelines(tmp_path, layout, steps=6, microbatches=4)
+    write_timelines(tmp_path, layout, steps=3, microbatches=8, first_step=6, start_ns=START_NS + 10**10)
+    table = table_in(tmp_path)
+    assert (table.schedule.microbatches, table.steps.tolist()) == (4, [*range(6)])
+    assert "microbatches_differ" in kinds(table.warnings)
+
+
 def profiled(run: Table, **changed: Any) -> Table:
     """Returns two steps of a run, twice as long because a profiler recorded them."""
     fields = ("steps", "start", "end", "compute", "working", "idle", "entry", "reduction", "length")
