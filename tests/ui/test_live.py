@@ -98,6 +98,9 @@ def test_a_job_that_has_ended_is_not_offered_to_be_captured(job: Job, tmp_path: 
             assert next(looks(client, tmp_path))["captures"] is offered
         (section,) = [each for each in shown.all("section") if each.get("id") == "to-capture"]
         assert ("hidden" not in section) is offered
+    (job.directory / "control" / "status" / "rank00001.json").unlink()
+    with browsing(tmp_path) as client:
+        assert "answering" not in page(client, f"/live/{address(tmp_path, 'job')}").text, "nobody does any more"
 
 
 def test_a_first_look_that_takes_long_keeps_no_page_waiting(
