@@ -70,8 +70,7 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     of megaprof without a target, and if the host's own profiler is also on.
     """
     env = os.environ if env is None else env
-    host_defaults = getattr(args, _HOST_DEFAULTS, None)
-    defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if host_defaults is None else host_defaults
+    defaults: Mapping[str, Any] = getattr(args, _HOST_DEFAULTS, _MEGATRON_DEFAULTS)
     typed_values = {
         name: _typed(args, defaults, destination(name)) for name in (*(option.name for option in options()), *ALIASES)
     }

@@ -163,7 +163,6 @@ class ProfileConfig:
         "(80%) of the container's memory is in use (of the machine's, if the container has no limit)",
         read.memory_limit,
     )
-
     on_finish: str | None = _option(
         None,
         "shell command to run for the finished files of each window, on every rank that captures. $PROFILED_FILES "

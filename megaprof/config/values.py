@@ -52,7 +52,9 @@ class StepList:
     @property
     def windows(self) -> int:
         """How many windows the whole run has."""
-        return len(set[int]().union(*self.ranges))
+        longest, others = max(self.ranges, key=len, default=range(0)), set[int]()
+        others.update(*(steps for steps in self.ranges if steps is not longest))
+        return len(longest) + sum(step not in longest for step in others)
 
     def left(self, captured: Collection[int], limit: int) -> list[int]:
         """Returns the first steps that are not among ``captured``, in ascending order, at most ``limit`` of them."""

@@ -31,7 +31,16 @@ def test_step_lists(text: str, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "windows"), [("10", 1), ("1,2,5", 3), ("20:30", 10), ("20:30:5", 2), ("3:5,4:7", 4), ("none", 0)]
+    ("text", "windows"),
+    [
+        ("10", 1),
+        ("1,2,5", 3),
+        ("20:30", 10),
+        ("20:30:5", 2),
+        ("3:5,4:7", 4),
+        ("none", 0),
+        ("5,0:9999999999", 9999999999),
+    ],
 )
 def test_how_many_windows(text: str, windows: int) -> None:
     assert parse_steps(text, "--profile-steps")[None].windows == windows
