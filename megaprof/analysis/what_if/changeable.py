@@ -242,7 +242,7 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
     if chunks * run.stages != len(pieces) and choices.get("chunks"):
         if choices.get("layout") and "was" not in choices:
-            raise ValueError(f"chunks={chunks} on {run.stages} stages is not a layout of {len(pieces)} pieces")
+            raise ValueError(f"chunks={chunks} needs a layout of {chunks * run.stages} pieces, not of {len(pieces)}")
         if chunks != whole("was", choices.get("was"), chunks_before):
             pieces = split(captured.pieces, run.stages, chunks)
     wanted = Setting(

@@ -147,7 +147,7 @@ def test_another_number_of_chunks_is_named_with_the_captured_one(tmp_path: Path)
 
 
 def test_a_layout_and_another_number_of_chunks_contradict_each_other(known: Changeable) -> None:
-    with pytest.raises(ValueError, match="chunks=2 on 4 stages is not a layout of 4 pieces"):
+    with pytest.raises(ValueError, match="chunks=2 needs a layout of 8 pieces, not of 4"):
         chosen(known, {"layout": "4,4,4,4", "chunks": "2"})
 
 
