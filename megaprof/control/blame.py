@@ -119,9 +119,9 @@ def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) ->
     elif status.place.phase == ranges.FINALIZE_GRADS:
         yield from _replicas(layout, statuses, status, status.place)
     else:
-        placement, stage = Placement(run.sizes.pp, run.sizes.vpp), status.coords["pp"]
+        beside = Placement(run.sizes.pp, run.sizes.vpp).beside(status.coords["pp"])
         exchanged = ranges.transfers(status.place.phase)
-        for transfers, other in ((_WITH_PREVIOUS, placement.previous(stage)), (_WITH_NEXT, placement.following(stage))):
+        for transfers, other in zip((_WITH_PREVIOUS, _WITH_NEXT), beside, strict=True):
             if other is not None and not transfers.isdisjoint(exchanged):
                 yield layout.rank_of(**{axis: status.coords[axis] for axis in ("tp", "cp", "dp")}, pp=other)
 

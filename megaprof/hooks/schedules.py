@@ -62,7 +62,14 @@ def patch_megatron(patches: Patches) -> None:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher))
-    patch_microbatches(patches, dispatcher)
+    # Module globals of the schedules (0.12 to 0.19). The third is there from 0.19 on, the combined one from 0.14 on.
+    patches.apply(schedules, "forward_step", partial(_forward, dispatcher))
+    patches.apply(schedules, "backward_step", partial(_backward, dispatcher))
+    patches.apply(schedules, "backward_step_multimodule", partial(_backward, dispatcher))
+    with contextlib.suppress(ImportError):
+        from megatron.core.pipeline_parallel import combined_1f1b
+
+        patches.apply(combined_1f1b, "combined_forward_backward_step", partial(_combined, dispatcher))
     patch_p2p(patches, dispatcher)
     # With it, megatron-core, Transformer Engine and torch.compile capture. The kernels of every replay get our names.
     patches.apply(torch.cuda.graph, "__enter__", partial(_entered, dispatcher))
@@ -257,21 +264,7 @@ def _left(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
     return __exit__
 
 
-def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
-    """Hooks ``forward_step`` and ``backward_step`` (which the schedules look up as module globals, 0.12 to 0.19),
-    ``backward_step_multimodule`` (0.19) and ``combined_forward_backward_step`` (0.14+)."""
-    from megatron.core.pipeline_parallel import schedules
-
-    patches.apply(schedules, "forward_step", lambda original: _forward(original, dispatcher))
-    patches.apply(schedules, "backward_step", lambda original: _backward(original, dispatcher))
-    patches.apply(schedules, "backward_step_multimodule", lambda original: _backward(original, dispatcher))
-    with contextlib.suppress(ImportError):
-        from megatron.core.pipeline_parallel import combined_1f1b
-
-        patches.apply(combined_1f1b, "combined_forward_backward_step", lambda original: _combined(original, dispatcher))
-
-
-def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+def _forward(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     model, microbatch = argument(original, "model"), argument(original, "current_microbatch")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -282,7 +275,7 @@ def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
     return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, model, microbatch))
 
 
-def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+def _backward(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     output = argument(original, "output_tensor")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -291,7 +284,7 @@ def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     return ranged(original, dispatcher, code, fast=(codes.BACKWARD, output))
 
 
-def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+def _combined(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the hook of a combined forward and backward. Either may be missing: the first call of a step runs only a
     forward, and the last one only a backward."""
     wanted = "f_model", "current_microbatch", "b_model", "b_output_tensor"

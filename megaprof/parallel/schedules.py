@@ -154,19 +154,12 @@ class Placement(NamedTuple):
         forward, and for the backward that follows the loss."""
         return None if kind == "weight" else self._neighbour(stage, chunk, -1 if kind == "forward" else 1)
 
-    def previous(self, stage: int) -> int | None:
-        """Returns the stage before ``stage``; before the first one, the last one if chunks make the pipeline a ring,
-        else None."""
-        return stage - 1 if stage else self.stages - 1 if self._ring else None
-
-    def following(self, stage: int) -> int | None:
-        """Returns the stage after ``stage``; after the last one, the first one if chunks make the pipeline a ring, else
-        None."""
-        return stage + 1 if stage < self.stages - 1 else 0 if self._ring else None
-
-    @property
-    def _ring(self) -> bool:
-        return min(self.stages, self.chunks) > 1 and not self.v_shaped
+    def beside(self, stage: int) -> tuple[int | None, int | None]:
+        """Returns the stages before and after ``stage``. At an end of the pipeline, one of them is the other end if
+        chunks make the pipeline a ring, else None."""
+        is_ring = min(self.stages, self.chunks) > 1 and not self.v_shaped
+        before, after = (stage - 1) % self.stages, (stage + 1) % self.stages
+        return (before if stage or is_ring else None), (after if after or is_ring else None)
 
     def _neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
         piece = chunk * self.stages + self._position(stage, chunk) + step

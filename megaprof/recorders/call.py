@@ -121,6 +121,8 @@ def describe(
     work = read_work(given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
     count = facts.microbatches or 0
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
+    parameters: Iterable[Any] = getattr(facts.chunks[0], "parameters", tuple)() if facts.chunks else ()
+    device = getattr(next(iter(parameters), None), "device", None)  # the type of device that holds the model
     group = "microbatch_group_size_per_vp_stage" if facts.schedule == "interleaved" else ""
     return Metadata(
         target=window.target,
@@ -147,7 +149,7 @@ def describe(
         p2p={name: getattr(model_config, name, None) for name in P2P},
         host=socket.gethostname(),
         pid=os.getpid(),
-        device=_device(facts.chunks),
+        device=getattr(device, "type", None),
         # A checkout on the path is used instead of an installed one, and may have another version.
         megatron_core=getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         torch=_version("torch"),
@@ -155,13 +157,6 @@ def describe(
         truncated=truncated is not None,
         truncated_reason=truncated,
     ).as_dict()
-
-
-def _device(chunks: Iterable[Any]) -> str | None:
-    """Returns the type of device that holds the model's first parameter. None if there is no parameter."""
-    parameters = getattr(next(iter(chunks), None), "parameters", None)
-    first = None if parameters is None else next(iter(parameters()), None)
-    return getattr(getattr(first, "device", None), "type", None)
 
 
 @functools.cache

@@ -263,10 +263,10 @@ def test_what_a_pass_makes_is_what_its_consumer_needs():
             if after is not None:
                 assert placement.producer("forward", *after) == placement.consumer("backward", *after) == (stage, chunk)
                 if schedule.stages > 1:
-                    assert placement.following(stage) == after[0]
-                    assert placement.previous(after[0]) == stage
+                    assert placement.beside(stage)[1] == after[0]
+                    assert placement.beside(after[0])[0] == stage
         if schedule.chunks == 1:
-            assert placement.previous(0) is placement.following(schedule.stages - 1) is None
+            assert placement.beside(0)[0] is placement.beside(schedule.stages - 1)[1] is None
 
 
 def test_every_phase_runs_once_and_every_transfer_has_both_ends():
@@ -341,8 +341,7 @@ def test_a_v_shape_goes_back_from_the_last_stage():
     assert [placement.producer("backward", *place) for place in way] == [*way[1:], None]
     assert [placement.consumer("backward", *place) for place in way] == [None, *way[:-1]]
     assert placement.consumer("weight", 1, 0) is placement.producer("weight", 1, 0) is None
-    assert [placement.previous(stage) for stage in range(3)] == [None, 0, 1]
-    assert [placement.following(stage) for stage in range(3)] == [1, 2, None]
+    assert [placement.beside(stage) for stage in range(3)] == [(None, 1), (0, 2), (1, None)]
 
 
 @pytest.mark.parametrize(

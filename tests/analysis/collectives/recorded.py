@@ -30,8 +30,7 @@ def pipelines(
     ``unbatched``: the ranks that call them one by one."""
 
     def calls(stage: int, replica: int) -> list[Call]:
-        place = schedule.placement
-        peers = {"prev": place.previous(stage), "next": place.following(stage)}
+        peers = dict(zip(("prev", "next"), schedule.placement.beside(stage), strict=True))
         found = []
         for part in stage_program(schedule, stage):
             if isinstance(part, SendReceive):
