@@ -206,13 +206,8 @@ Modules = list[tuple[Module, int]]
 J = TypeVar("J", Groups, Modules)
 
 
-def pack_json(fact: Groups | Sequence[tuple[Module, int]]) -> bytes:
-    """Returns the bytes for what is neither large nor frequent."""
-    return msgspec.json.encode(fact)
-
-
 def unpack_json(payload: bytes, kind: type[J]) -> J:
-    """Reads what `pack_json` wrote; returns an empty one if the bytes are damaged."""
+    """Reads a fact that is JSON, because it is neither large nor frequent; returns an empty one if it is damaged."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except msgspec.MsgspecError:

@@ -35,6 +35,7 @@ from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range, names
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import Contained, contained
+from megaprof.runtime.patching import Wrap
 
 COMPILED = "torch.compile compiles it, or a module around it"
 
@@ -200,9 +201,7 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
                 dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
-def patch_models(
-    dispatcher: Dispatcher, facts: CallFacts, watched: Callable[[Dispatcher, Callable[..., Any]], Callable[..., Any]]
-) -> None:
+def patch_models(dispatcher: Dispatcher, facts: CallFacts, watched: Wrap) -> None:
     """Notes what the models of a call get, until the call ends, by a hook that ``watched`` makes of a method. Leaves
     out models that torch.compile compiles, because a replaced ``forward`` would be compiled again."""
     for chunk, model in zip(facts.chunks, dispatcher.models, strict=True):
@@ -212,7 +211,7 @@ def patch_models(
         combined = getattr(getattr(model, "config", None), "overlap_moe_expert_parallel_comm", False)
         method = "build_schedule_plan" if combined and not facts.forward_only else "forward"
         if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
-            dispatcher.of_this_call.shadow(model, method, partial(watched, dispatcher))
+            dispatcher.of_this_call.shadow(model, method, watched)
 
 
 def takes_packed(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,28 +50,25 @@ def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: 
 
     (model,) = call.facts.chunks
     steps = PlainSteps(model, forward_only=call.facts.forward_only)
-    patch_models(dispatcher, call.facts, _takes_rows)  # first, so that the pass is around it
+    # First, so that the pass is around it.
+    patch_models(dispatcher, call.facts, lambda bound: partial(_takes_rows, dispatcher, bound))
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, steps.forward)
     if not call.facts.forward_only:
         dispatcher.of_this_call.apply(torch.autograd, "backward", steps.backward)
 
 
-def _takes_rows(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of a model that notes its mask or positions, which show the lengths of its sequences."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        call = dispatcher.call
-        if call is not None and call.tape.forward is not None:
-            try:
-                if not capturing() and (inputs := _inputs_of(*args[:1], **kwargs)) is not None:
-                    call.tape.given.append((call.tape.forward, *inputs))
-            except BaseException as fault:
-                if not contained("looking at a microbatch", dispatcher.drop, fault):
-                    raise
-        return original(*args, **kwargs)
-
-    return watched
+def _takes_rows(dispatcher: Dispatcher, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for a method of a model, and notes its mask or positions, which show the lengths of its sequences."""
+    call = dispatcher.call
+    if call is not None and call.tape.forward is not None:
+        try:
+            if not capturing() and (inputs := _inputs_of(*args[:1], **kwargs)) is not None:
+                call.tape.given.append((call.tape.forward, *inputs))
+        except BaseException as fault:
+            if not contained("looking at a microbatch", dispatcher.drop, fault):
+                raise
+    return original(*args, **kwargs)
 
 
 def _inputs_of(
@@ -159,7 +156,7 @@ class PlainSteps:
         with Contained("looking at a step", self._dispatcher.drop):
             self._recorded = self._dispatcher.begin(self.facts) is not None
             if self._recorded:
-                patch_models(self._dispatcher, self.facts, _takes_rows)
+                patch_models(self._dispatcher, self.facts, lambda bound: partial(_takes_rows, self._dispatcher, bound))
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""

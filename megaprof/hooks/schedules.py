@@ -97,7 +97,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
 
     def prepare(call: RecordedCall, arguments: dict[str, Any]) -> None:
         patch_finalize(dispatcher)
-        patch_models(dispatcher, call.facts, takes_packed)
+        patch_models(dispatcher, call.facts, partial(takes_packed, dispatcher))
         if label is not None:  # the graph wrapper reads all data before it runs the schedule
             watch_data(dispatcher, arguments)
         if call.ranged:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import Arrivals, pack_arrivals, pack_json
+from megaprof.formats.facts import Arrivals, pack_arrivals
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
 from megaprof.recorders.timeline_steps import Place
 from megaprof.runtime.isolation import logger
@@ -252,7 +252,8 @@ class Reading:
                 described = self._described[place[0]]
                 if new := {arrivals.group for arrivals in groups} - described:
                     described |= new
-                    yield place, format.GROUPS, pack_json({name: self._groups[name] for name in sorted(new)})
+                    new_groups = {name: self._groups[name] for name in sorted(new)}
+                    yield place, format.GROUPS, msgspec.json.encode(new_groups)
                 yield place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
             self._warn(

@@ -27,7 +27,6 @@ from megaprof.analysis.trace.steps import ModuleKey, steps_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import pack_json
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import artifact_name
 from megaprof.formats.phrases import Unanswerable
@@ -270,6 +269,6 @@ def write(pipeline: Pipeline, directory: Path) -> None:
             if step == 0 and stage.layers:
                 usual_ns = 1e6 * np.median((pipeline.ends - pipeline.starts)[:, number], axis=(0, -1))
                 layers = [(key, round(part * usual_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]
-                records.append(format.fact_record(step, format.MODULES, pack_json(layers)))
+                records.append(format.fact_record(step, format.MODULES, msgspec.json.encode(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

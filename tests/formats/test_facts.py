@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,6 @@ from megaprof.formats.facts import (
     pack_arrivals,
     pack_between,
     pack_data,
-    pack_json,
     unpack_arrivals,
     unpack_between,
     unpack_data,
@@ -119,5 +119,5 @@ def test_damaged_waits_say_nothing(payload: bytes) -> None:
 
 def test_times_of_modules_come_back_and_damaged_ones_say_nothing() -> None:
     times = [(("layer", 3, None, "forward"), 8_000_000), (("embedding", None, None, "backward"), 5)]
-    assert unpack_json(pack_json(times), Modules) == times
-    assert unpack_json(pack_json(times)[:-3], Modules) == unpack_json(b"[1]", Modules) == []
+    assert unpack_json(msgspec.json.encode(times), Modules) == times
+    assert unpack_json(msgspec.json.encode(times)[:-3], Modules) == unpack_json(b"[1]", Modules) == []

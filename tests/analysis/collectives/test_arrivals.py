@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,7 +22,7 @@ from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import Arrivals, kept, pack_arrivals, pack_json
+from megaprof.formats.facts import Arrivals, kept, pack_arrivals
 from megaprof.formats.flight import GroupConfig
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -101,7 +102,7 @@ def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArr
     paths = write_timelines(directory, layout, steps=other.get("steps", 24), noise=0.01)
     for path in paths:
         timeline = read_timeline(path)
-        facts = [format.fact_record(0, format.GROUPS, pack_json({"7": GroupConfig(GROUP[axis], "[0, 1]")}))]
+        facts = [format.fact_record(0, format.GROUPS, msgspec.json.encode({"7": GroupConfig(GROUP[axis], "[0, 1]")}))]
         for row in range(len(timeline.steps)):
             own = values(timeline.metadata[0].coords.rank, row)
             if not len(own):
