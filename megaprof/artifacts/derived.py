@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaprof.formats.names import KERNELS_SUFFIX, raw_path
-from megaprof.runtime.isolation import logger
+from megaprof.runtime.isolation import Suppressed, logger
 
 #: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter. Training
 #: itself never imports the analysis.
@@ -59,7 +59,8 @@ def derive(
         return summary
     except BaseException as fault:
         for raw in raw_paths.values():
-            raw.unlink(missing_ok=True)
+            with Suppressed(OSError):  # a read-only disk
+                raw.unlink()
         if not isinstance(fault, Exception):
             raise
         why: object = fault

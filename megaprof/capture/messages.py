@@ -20,6 +20,8 @@ from megaprof.runtime.isolation import logger
 
 #: The most steps that a message lists.
 _LISTED = 5
+#: Why a window that was saved is lost: the disk took nothing, as the log says.
+NO_FILE = "no file of it was written"
 
 
 def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
@@ -78,6 +80,7 @@ def say_end(config: ProfileConfig, windows: int, agenda: Agenda, off: str | None
     if not config.windowed or config.steps_are_none:
         return
     unmet = list(never_came(config, agenda)) if off is None else [f"profiling was off after a fault: {off}"]
+    windows -= sum(reason == NO_FILE for wish in agenda.wishes.values() for reason in wish.wanted.values())
     done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {config.dir}"
     say = logger.warning if unmet else logger.info
     say("megaprof ends: %s", "; ".join([done, *unmet]))

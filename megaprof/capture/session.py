@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
 from megaprof.capture.bounds import capturing, watch_host_memory
-from megaprof.capture.messages import say_end, say_window
+from megaprof.capture.messages import NO_FILE, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
@@ -387,6 +387,9 @@ class Session:
             if (demand := opened.demand) is not None:
                 demand.saved += 1
                 tasks.append(lambda files: demand.written.append(list(map(os.path.basename, window.among(files)))))
+            else:
+                lose = partial(self.agenda.lose, opened.step, None, NO_FILE)
+                tasks.append(lambda files: window.among(files) or lose())
             self.writer.end_window(*tasks)
         except Exception as fault:
             if from_host(fault):
