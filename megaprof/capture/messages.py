@@ -75,11 +75,11 @@ def say_window(window: Window, files: list[str]) -> None:
         logger.info("megaprof captured %s step %d: %s", whose, window.step, ", ".join(own))
 
 
-def say_end(config: ProfileConfig, windows: int, agenda: Agenda, off: str | None) -> None:
-    """Logs at the end of the run how many ``windows`` were captured, and what never ran, or the fault that ended it."""
+def say_end(config: ProfileConfig, windows: int, agenda: Agenda, *, off: bool) -> None:
+    """Logs at the end of the run how many ``windows`` were captured, and what never ran. ``off``: a fault ended it."""
     if not config.windowed or config.steps_are_none:
         return
-    unmet = list(never_came(config, agenda)) if off is None else [f"profiling was off after a fault: {off}"]
+    unmet = ["profiling was off after a fault"] if off else list(never_came(config, agenda))
     windows -= sum(reason == NO_FILE for wish in agenda.wishes.values() for reason in wish.wanted.values())
     done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {config.dir}"
     say = logger.warning if unmet else logger.info

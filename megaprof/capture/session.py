@@ -209,7 +209,7 @@ class Session:
     def _say_end(self) -> None:
         if self._speaks:
             self._speaks = False
-            say_end(self.config, self._windows, self.agenda, self.off)
+            say_end(self.config, self._windows, self.agenda, off=self.off is not None)
 
     def abandon(self) -> None:
         """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""

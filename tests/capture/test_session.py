@@ -304,6 +304,4 @@ def test_after_a_fault_nothing_is_said_of_what_ran(
 ) -> None:
     with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1"), iteration=lambda: {}["host"]):
         one_rank.train_step()
-    assert lines()[-1] == (
-        f"megaprof ends: no windows captured into {tmp_path}; profiling was off after a fault: KeyError: 'host'"
-    )
+    assert lines()[-1] == f"megaprof ends: no windows captured into {tmp_path}; profiling was off after a fault"
