@@ -466,8 +466,8 @@ def completed(standstills: Iterable[Standstill], last: Standstill | None) -> tup
     standstill by the status files.
     """
     return tuple(
-        with_fields(stood, waited_for=last.waited_for)
-        if last is not None and not stood.waited_for and (stood.step, stood.outcome) == (last.step, "unfinished")
+        with_fields(stood, waited_for=tuple({x.rank: x for x in (*last.waited_for, *stood.waited_for)}.values()))
+        if last is not None and (stood.step, stood.outcome) == (last.step, "unfinished")
         else stood
         for stood in standstills
     )

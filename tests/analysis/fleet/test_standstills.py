@@ -14,7 +14,7 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.causes import in_brief
 from megaprof.analysis.trace.reading import recordings_in
-from megaprof.formats.job import Standing, Standstill
+from megaprof.formats.job import Standing, Standstill, completed
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -82,6 +82,9 @@ def test_the_report_adds_whom_status_files_name_and_says_it_once(tmp_path: Path)
     (told,) = (finding.text for finding in report.targets[0].ends)
     assert "stood still for 59 s: rank 3 (stage 1) stood in forward of microbatch 2; 3 ranks waited for it." in told
     assert report.standstill is None
+    # A peer of it stood in the same forward until it failed, and so wrote the step.
+    (stood,) = completed([Standstill(11, 59.0, (Standing(2, 1, "forward", 2, 0),), 2, "unfinished")], last)
+    assert ([each.rank for each in stood.waited_for], stood.waiting) == ([3, 2], 2)
 
 
 def test_slow_steps_are_no_standstill(tmp_path: Path) -> None:
