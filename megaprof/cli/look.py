@@ -33,7 +33,7 @@ _CLOCKS_SECONDS = 60.0
 #: Steps of a running median, in which two unlike ones do not count.
 _WIDTH = 5
 #: Where a job without a timeline stands still.
-_NOWHERE = " Only a timeline (--profile-tool timeline) shows where the ranks are and which one the others wait for."
+_NOWHERE = " Only a timeline (--profile-tool timeline) of their target shows where ranks are, and whom others wait for."
 
 State = Literal["starts", "runs", "hangs", "died", "ended"]
 
