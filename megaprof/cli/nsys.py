@@ -138,11 +138,11 @@ def options(
     end = "repeat"
     if shutdown:
         count = windows(config)
-        if count is None:
+        if not count:  # 0: all windows are requested while the job runs
             raise ValueError(
                 f"shutdown: the number of windows is not known with a {flag('schedule')} without an end, "
-                f"{flag('role_select')}, {flag('discrete')} or {TRAIN_OVERALL} beside other targets; set "
-                f"{flag('steps')} alone, or leave shutdown out"
+                f"{flag('role_select')}, {flag('discrete')}, {TRAIN_OVERALL} beside other targets, or captures on "
+                f"demand alone; set {flag('steps')} alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"
     found = {"trace": TRACE, "capture-range": capture}

@@ -124,6 +124,7 @@ def test_rays_shell_finds_nothing_to_interpret() -> None:
             "number of windows is not known with a --profile-schedule without an end",
         ),
         (on(discrete=True), {"shutdown": True}, "number of windows is not known"),
+        (on(steps="none", on_demand=True), {"shutdown": True}, "captures on demand alone"),
         (on(), {"models": 0}, "models=0 is not valid"),
     ],
 )
