@@ -321,7 +321,7 @@ def collectives(view: View) -> Hang:
 def stages_table(view: View) -> TableView:
     """Returns the figures of every stage, and which of them the others wait for."""
     summary = view.summary
-    waited_for = [rank.stage for rank in standings(view.statuses, view.blame)] if view.standstill else []
+    waited_for = [rank.stage for rank in view.standstill.waited_for] if view.standstill else []
     on_gpu = any(stage.host_bound_passes is not None for stage in summary.stages)
     rows = [
         {

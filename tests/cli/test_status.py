@@ -373,8 +373,6 @@ def test_where_a_silent_rank_was_last_seen_is_not_where_the_job_stands_still(
     said = capsys.readouterr().out
     assert "it was last seen in forward of microbatch 3, train_actor step 4; 1 rank waits for it" in said
     assert "The job stands still in step 6, for 40 s by now. This step" in said
-    assert main(["watch", str(job.directory), "--once"]) == 0
-    assert "1 waited for" in capsys.readouterr().out
 
 
 PAIRS = {"1": (0, 1), "2": (2, 3)}
