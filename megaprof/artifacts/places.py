@@ -51,12 +51,8 @@ class Scratch:
         with Suppressed(OSError):
             device = os.stat(destination).st_dev
             for base in self._bases:
-                if (
-                    base.is_dir()
-                    and os.access(base, os.W_OK)
-                    and os.stat(base).st_dev != device
-                    and self._has_room(base)
-                ):
+                usable = base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device
+                if usable and self._has_room(base):
                     self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{os.getpid()}."))
                     return
 

@@ -373,6 +373,8 @@ def _keep(raw: Path, final: Path) -> Path | None:
     """Renames the raw file to its uncompressed final name, and returns that path; None if the file stays where it is.
     This takes space and time only if the file is in scratch."""
     plain = final.with_suffix("") if final.suffix == ".gz" else final
-    with Suppressed(OSError, says=f"{raw} stays there, it cannot be moved to {plain.name}"):
-        return carry(raw, plain, KEEP_SECONDS) if raw.parent != plain.parent else rename(raw, plain)
+    in_scratch = raw.parent != plain.parent
+    until = " until megaprof runs on this host again" if in_scratch else ""  # it takes memory there
+    with Suppressed(OSError, says=f"{raw} stays there{until}, it cannot be moved to {plain.name}"):
+        return carry(raw, plain, KEEP_SECONDS) if in_scratch else rename(raw, plain)
     return None
