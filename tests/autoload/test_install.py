@@ -437,7 +437,7 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
     "where",
     [
         "hooks.schedules.patch_p2p",
-        "hooks.schedules._combined",
+        "hooks.schedules._backward",
         "autoload.registry.adapt",
         "capture.profiler.innermost",
         "autoload.install.Listener",
