@@ -1,7 +1,8 @@
 """The tape takes the events of one step while the training thread records it. The gate is how hooks find it quickly.
 
 Every microbatch of an always-on run pays for the code in this file. So it exists twice: in C (`_tape.c`, built if there
-is a compiler) and in Python. Both do the same; ``IN_C`` says which one runs.
+is a compiler) and in Python. ``IN_C`` says which one runs. Both do the same on the host's clock; only C has that of a
+GPU.
 
 The C part also contains the hooks themselves, for the usual case: a step is recorded and no window is open. A `Hook`
 looks at the process's `Gate`. Then it calls the hooked function at once, or notes its start and end on the gate's tape,
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +33,10 @@ class PythonTape:
     tape holds no output tensor and no model.
     """
 
-    def __init__(
-        self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[..., Any] | None = None
-    ) -> None:
-        """``chunks``: the model chunks in the order of the call. ``clock``: returns marks of its own kind (CUDA
-        events), or None when it cannot tell the time; see `begin`. Without one, the tape uses the host's clock in
-        nanoseconds."""
+    def __init__(self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: None = None) -> None:
+        """``chunks``: the model chunks in the order of the call. A ``clock`` is for the tape in C."""
         self.events = array("q")
-        """Code, start and end of each event in turn. With a ``clock``, times are 0 here and are in ``marks``."""
-        self.marks: list[Any] | None = None if clock is None else []
-        """Start and end of each event in turn, as the clock returned them. None: the host's clock is used."""
-        self.clock = clock
+        """Code, start and end of each event in turn, in nanoseconds of the host's clock."""
         self.now = 0
         """The code of the event that is open; 0 if none is."""
         self.forward: int | None = None
@@ -56,57 +49,41 @@ class PythonTape:
         its packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape; or the position, ``MASK`` or ``POSITIONS`` (`formats.facts`), a tensor, and the number of tokens."""
         self.waits: list[tuple[int, int, int]] = []
-        """The waits for data: code, start and end on the host's clock, whatever clock the tape has. A GPU is not asked,
-        because it does not wait for data as long as it has other work."""
+        """The waits for data: code, start and end, always on the host's clock. A GPU is not asked, because it does not
+        wait for data as long as it has other work."""
         self._outer = 0  # the code of the event in which a wait for data is
         self._forward_only = forward_only
-        self._last: Any = None  # the mark with which the next event begins, if nothing comes between
-        self._open = 0  # the number of events that are open, one inside the other
         self._chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(chunks)}
         self._positions: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.events) // 3
 
-    def mark(self) -> Any:
+    def mark(self) -> int:
         """Returns the time now, on this tape's clock."""
-        if self.clock is None:
-            return time.monotonic_ns()
-        mark = self.clock()
-        self._last = None if self._open else mark
-        return mark
+        return time.monotonic_ns()
 
-    def begin(self, code: int, follows: bool) -> Any:
+    def begin(self, code: int, follows: bool) -> int:
         """Begins an event, and returns its mark. ``follows``: nothing runs between this event and the end of the one
-        before it, or the step's beginning, so that both have one mark; a clock of its own takes that as its argument,
-        and returns it, or another one if the stream has changed. An event inside another one has marks of its own."""
+        before it, or the step's beginning. Then both have one mark on a GPU's clock."""
         if code & codes.KIND_MASK == codes.DATA:
-            self._outer, self.now = self.now, code
-            return time.monotonic_ns()
+            self._outer = self.now
         self.now = code
-        last = self._last if follows and not self._open else None
-        self._open += 1
-        if self.clock is None:
-            return time.monotonic_ns()
-        return self.clock() if last is None else self.clock(last)
+        return time.monotonic_ns()
 
-    def end(self, code: int, start: Any) -> None:
+    def end(self, code: int, start: int) -> None:
         """Ends an event, and notes it."""
+        end = time.monotonic_ns()
         if code & codes.KIND_MASK == codes.DATA:
             self.now = self._outer
-            self.waits.append((code, start, time.monotonic_ns()))
-            return
-        self.now = 0
-        self._open -= 1
-        self.add(code, start, self.mark())
+            self.waits.append((code, start, end))
+        else:
+            self.now = 0
+            self.add(code, start, end)
 
-    def add(self, code: int, start: Any, end: Any) -> None:
-        """Notes one event. ``start`` and ``end`` are marks. If the clock could not tell one of them, notes nothing."""
-        if self.marks is None:
-            self.events.extend((code, start, end))
-        elif start is not None and end is not None:
-            self.marks += (start, end)
-            self.events.extend((code, 0, 0))
+    def add(self, code: int, start: int, end: int) -> None:
+        """Notes one event. ``start`` and ``end`` are marks."""
+        self.events.extend((code, start, end))
 
     def position(self, chunk: Any, microbatch: Any) -> int:
         """Notes that a forward of ``chunk`` starts, and returns its part of a code. An unknown field is 0."""
@@ -154,6 +131,10 @@ _c: Any = None
 with contextlib.suppress(ImportError):  # built without a compiler
     _c = import_module("megaprof.recorders._tape")
 
+#: In C, ``Tape(chunks, forward_only, clock)`` may have a `Marker` as its clock. Then the start and end of each event
+#: are in the list ``marks``, as the clock returned them, and 0 in ``events``; an event of which the clock cannot tell
+#: one is not noted. ``begin`` gives the clock the mark at the end of the event before, if this one follows it at once
+#: and is not inside another one. Without a clock, ``marks`` is None.
 Tape: Any = PythonTape if _c is None else _c.Tape
 #: ``Gate(on_fault=...)``: what the hooks in C look at first; the hooks in Python look at the dispatcher instead. Its
 #: ``tape`` takes events; None: no call is recorded. If ``slow`` is True, hooks call their part in Python, which also
