@@ -1,21 +1,26 @@
 """Plans which calls get a window, from the configuration and the calls so far. Uses no recorder, clock or log.
 
 `Agenda.begins` counts each call, and says what it means for the windows. All that is ever reported back is a window
-that has no files (`Agenda.lose`).
+that has no files (`Agenda.lose`). At the end, `Agenda.never_came` says what was requested in vain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.values import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule
+from megaprof.config.values import ANNOTATED, NO_STEPS, TRAIN_ACTOR, TRAIN_OVERALL, Plan, Schedule, StepList
+from megaprof.formats.phrases import counted
+from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
     from megaprof.recorders import Recorder
+
+#: The most steps that a sentence lists.
+_LISTED = 5
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: every call makes two
@@ -100,9 +105,9 @@ Planned = tuple[CountedStep, "Demand | None"]
 @dataclass
 class Wish:
     """The plan of one target and role, with what has been captured so far. ``ran`` counts its steps; the ``first`` and
-    the ``last`` of them are -1 if none ran. Without a ``plan``, this rank captures none of them."""
+    the ``last`` of them are -1 if none ran."""
 
-    plan: Plan | None
+    plan: Plan
     ran: int = 0
     graphs: int = 0
     """The number of these that captured a CUDA graph."""
@@ -118,10 +123,9 @@ class Wish:
         A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
         first run is captured.
         """
-        plan, wanted = self.plan, False
         again = step.number == next(reversed(self.wanted), None)
-        if plan is not None and not again and not (graph and isinstance(plan, Schedule)):
-            wanted = plan.captures(step.number, step.index - self.graphs)
+        passed_over = again or (graph and isinstance(self.plan, Schedule))
+        wanted = not passed_over and self.plan.captures(step.number, step.index - self.graphs)
         if wanted:
             self.wanted.pop(step.number, None)  # the last one stands last
             self.wanted[step.number] = None
@@ -200,8 +204,8 @@ class Agenda:
             if before is None or number != before.number:
                 index = 0 if before is None else before.index + 1
             elif (  # this rank captures the step from its first call on, or nothing of this role
-                self.wish(TRAIN_OVERALL, before.role).plan is not None
-                or self.wish(TRAIN_OVERALL, step.role).plan is None
+                self.wish(TRAIN_OVERALL, before.role).plan != NO_STEPS
+                or self.wish(TRAIN_OVERALL, step.role).plan == NO_STEPS
             ):
                 return None
             else:
@@ -244,7 +248,7 @@ class Agenda:
             if (step.target, step.role, step.number) not in before:
                 continue
             wish, following = self.wish(step.target, step.role), step.index + 1
-            if wish.plan is not None and wish.plan.captures(step.number + 1, following - wish.graphs):
+            if wish.plan.captures(step.number + 1, following - wish.graphs):
                 return step, None
             if demand is None or demand.over or demand.first < 0 or (step.target, step.role) != demand.counted:
                 continue
@@ -258,8 +262,7 @@ class Agenda:
         ran = {target for target, _ in self.wishes}
         may_run = (self.wish(target, self.role) for target in self._config.target if target not in ran)
         return any(
-            wish.plan is not None and wish.plan.goes_on(wish.last, wish.ran - wish.graphs - 1)
-            for wish in (*self.wishes.values(), *may_run)
+            wish.plan.goes_on(wish.last, wish.ran - wish.graphs - 1) for wish in (*self.wishes.values(), *may_run)
         )
 
     def wish(self, target: str, role: str | None) -> Wish:
@@ -269,12 +272,57 @@ class Agenda:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
         return wish
 
-    def plan_of(self, target: str, role: str | None) -> Plan | None:
-        """Returns the steps of ``target`` that this rank captures when ``role`` runs it; None if it captures none."""
-        config = self._config
-        if not config.windowed or (target != ANNOTATED and target not in config.target):
-            return None
-        selector = config.selector(role)
-        if selector is None or not selector.selects(self._coords):
-            return None
+    def plan_of(self, target: str, role: str | None) -> Plan:
+        """Returns the steps of ``target`` that this rank captures when ``role`` runs it."""
+        config, asked = self._config, target in (ANNOTATED, *self._config.target)
+        if not config.windowed or not asked or not config.selector(role).selects(self._coords):
+            return NO_STEPS
         return config.plan(target)
+
+    def never_came(self) -> Iterator[str]:
+        """Yields a sentence, without a full stop, for each thing that was requested and not captured."""
+        config, ran = self._config, {role for _, role in self.wishes if role is not None}
+        for target in (*config.target, *[ANNOTATED] * config.discrete):
+            wishes = {role: wish for (of, role), wish in self.wishes.items() if of == target and wish.ran}
+            if not wishes:
+                plans = (self.plan_of(target, role) for role in {self.role, *ran})
+                if any(plan != NO_STEPS for plan in plans):
+                    yield f"{target} never ran"
+            together = [wish for wish in wishes.values() if wish.plan != NO_STEPS]
+            # One window of a whole step holds the work of all roles.
+            by_role = {None: together} if target == TRAIN_OVERALL else {role: [wish] for role, wish in wishes.items()}
+            for role, of_role in sorted(by_role.items(), key=lambda item: item[0] or ""):
+                whose = target if role is None else f"{target} of {role}"
+                yield from (f"{whose}: {missing}" for missing in _missing(of_role))
+        # These roles have options of their own but did not run here. Another process of the job may run them.
+        unknown = [name for name in config.roles if name not in ran]
+        if unknown and self.role is None:
+            there = f"roles that ran: {', '.join(sorted(ran))}" if ran else "no role ran"
+            yield f"{', '.join(unknown)} never ran in this process ({there})"
+
+
+def _missing(wishes: list[Wish]) -> Iterator[str]:
+    """Yields a sentence for each reason why steps were not captured that ``wishes`` wanted, which are for the same
+    windows. Some step of each must have run."""
+    if not wishes:
+        return
+    plan, first, last = wishes[0].plan, min(wish.first for wish in wishes), max(wish.last for wish in wishes)
+    ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
+    wanted = {number: reason for wish in wishes for number, reason in wish.wanted.items()}
+    if isinstance(plan, StepList):
+        if left := plan.left(wanted, _LISTED + 1):
+            yield f"{_listed(left)} never came: {ran}"
+    elif isinstance(plan, Schedule) and (windows := plan.windows) and len(wanted) < windows:
+        needed = plan.skip_first + plan.cycle * plan.repeat + max(wish.graphs for wish in wishes)
+        calls, why = max(wish.ran for wish in wishes), "further calls had the number of a captured step"
+        why = f"it needs {counted(needed, 'call')}, and {calls} ran" if calls < needed else why
+        yield f"{len(wanted)} of {counted(windows, 'step')} of the schedule came: {why}"
+    if lost := [number for number, reason in wanted.items() if reason is not None]:
+        were = "was" if len(lost) == 1 else "were"
+        yield f"{_listed(lost)} {were} not captured: {wanted[lost[-1]]}"
+
+
+def _listed(steps: Collection[int]) -> str:
+    """Returns ``steps`` in words, or the first few of them if there are many."""
+    more = ", ..." if len(steps) > _LISTED else ""
+    return f"step{'s' * (len(steps) > 1)} {join_spans(spans_of(list(steps)[:_LISTED]), ', ')}{more}"

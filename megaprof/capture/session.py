@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
 from megaprof.capture.bounds import capturing, watch_host_memory
-from megaprof.capture.messages import NO_FILE, say_end, say_window
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
 from megaprof.config.options import ProfileConfig
-from megaprof.config.values import ANNOTATED, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, StepList, parse_limit
+from megaprof.config.values import ANNOTATED, NO_STEPS, TARGETS, TRAIN_ACTOR, TRAIN_OVERALL, parse_limit
 from megaprof.formats import ranges
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
@@ -30,6 +29,9 @@ from megaprof.runtime.isolation import Contained, fault_now, from_host, in_full,
 
 if TYPE_CHECKING:
     from megaprof.recorders.timeline import TimelineRecorder
+
+#: Why a window that was saved is lost: the disk took nothing, as the log says.
+NO_FILE = "no file of it was written"
 
 Numbers = Callable[[str], tuple["int | None", "int | None"]]
 """Gets the target of a call that begins, and returns the host's numbers of the call and of the host's step that it is
@@ -165,7 +167,7 @@ class Session:
                 _, opens = self.agenda.begins(ANNOTATED, role, *numbers, graph=graph, demand=self.demand)
                 self._open_first(opens, NO_CALL._replace(graph="capture" if graph else None))
                 return process.window is not before
-        elif self.agenda.plan_of(ANNOTATED, role) not in (None, StepList(())):
+        elif self.agenda.plan_of(ANNOTATED, role) != NO_STEPS:
             logger.once("megaprof: annotated work of %s is captured only on the thread of install_hooks", role)
         return False
 
@@ -207,9 +209,15 @@ class Session:
         )
 
     def _say_end(self) -> None:
-        if self._speaks:
-            self._speaks = False
-            say_end(self.config, self._windows, self.agenda, off=self.off is not None)
+        """Logs, once, how many windows the run has captured, and what never ran."""
+        speaks, self._speaks = self._speaks, False
+        if not speaks or not self.config.windowed or self.config.steps_are_none:
+            return
+        unmet = list(self.agenda.never_came()) if self.off is None else ["profiling was off after a fault"]
+        reasons = (reason for wish in self.agenda.wishes.values() for reason in wish.wanted.values())
+        windows = self._windows - sum(reason == NO_FILE for reason in reasons)
+        done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {self.config.dir}"
+        logger.log(logging.WARNING if unmet else logging.INFO, "megaprof ends: %s", "; ".join([done, *unmet]))
 
     def abandon(self) -> None:
         """Stops all recorders after a fault, and records nothing more in this run. Can be run twice."""
@@ -257,10 +265,8 @@ class Session:
         and roles may run in jobs of different sizes.
         """
         self._roles.add(role)
-        selector = self.config.selector(role)
         try:
-            if selector is not None:
-                selector.check(self.coords.sizes, option=self.config.select_option(role))
+            self.config.selector(role).check(self.coords.sizes, option=self.config.select_option(role))
         except ValueError as mistake:
             logger.warning("megaprof: %s; %s is captured on the ranks that exist", mistake, role)
 
@@ -373,24 +379,31 @@ class Session:
         final = not any(s.agenda.goes_on or (s.demand is not None and not s.demand.over) for s in process.sessions)
         window = replace(opened.window, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())
+        demand, speaks = opened.demand, self._speaks
+
+        def written(files: list[str]) -> None:  # on the writer's thread
+            own = window.among(files)
+            if own and speaks:
+                whose = window.target if window.role is None else f"{window.target} of {window.role}"
+                logger.info("megaprof captured %s step %d: %s", whose, window.step, ", ".join(own))
+            if demand is not None:
+                demand.written.append(list(map(os.path.basename, own)))
+            elif not own:
+                self.agenda.lose(opened.step, None, NO_FILE)
+
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
             for recorder in opened.recorders:
                 recorder.stop(window, metadata)
-                if self.config.kernels and opened.demand is None and hasattr(recorder, "summary"):
+                if self.config.kernels and demand is None and hasattr(recorder, "summary"):
                     process.summaries.pop(window.role, None)  # the last one stands last
                     process.summaries[window.role] = recorder.summary
             self._windows += 1
             if self.timeline is not None:
                 self.timeline.captured(window.target, window.role)
-            tasks: list[Callable[[list[str]], object]] = [partial(say_window, window)] if self._speaks else []
-            if (demand := opened.demand) is not None:
+            if demand is not None:
                 demand.saved += 1
-                tasks.append(lambda files: demand.written.append(list(map(os.path.basename, window.among(files)))))
-            else:
-                lose = partial(self.agenda.lose, opened.step, None, NO_FILE)
-                tasks.append(lambda files: window.among(files) or lose())
-            self.writer.end_window(*tasks)
+            self.writer.end_window(written)
         except Exception as fault:
             if from_host(fault):
                 raise

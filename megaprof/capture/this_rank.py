@@ -1,5 +1,5 @@
-"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline; and
-models of which no window may be open between calls.
+"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline, and logs
+that once for the job; and finds models of which no window may be open between calls.
 
 FSDP2 keeps its parameters in DTensors. So ``model.to("cpu")``, the manual way of offloading, exchanges them with
 ``torch.utils.swap_tensors``, which fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
@@ -17,9 +17,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaprof.capture.messages import say_start
-from megaprof.config.options import ProfileConfig, flag
-from megaprof.config.values import TRAIN_OVERALL
+from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
+from megaprof.config.values import TRAIN_OVERALL, parse_schedule
 from megaprof.parallel.machine import local_ranks
 from megaprof.parallel.megatron import (
     coords_from_parallel_state,
@@ -29,7 +28,8 @@ from megaprof.parallel.megatron import (
     place_from_parallel_state,
 )
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.runtime.isolation import show_lines
+from megaprof.recorders.timeline_steps import BEFORE, BEHIND
+from megaprof.runtime.isolation import logger, show_lines
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class ThisRank:
     coords: RankCoords
     layout: WorldLayout | None
     """The layout of the job's ranks; None if no order of the parallel axes explains it."""
-    ranks: list[int] | None
-    """All ranks of the job that may capture windows, ascending; None if they cannot be listed."""
+    speaks: bool
+    """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
     neighbours: int
     """How many other ranks of this host may close a window when this rank does. Without ``LOCAL_WORLD_SIZE``, each rank
     counts as the only one of its host."""
@@ -65,19 +65,15 @@ class ThisRank:
         in this job, its session logs which of its ranks do not exist.
         """
         coords, layout = _place(models, groups, pipeline=pipeline)
-        role_selector = config.selector(role)
-        if role_selector is not None:
-            role_selector.check(coords.sizes, layout, option=config.select_option(role))
-        timed = config.timeline_selector
-        if timed is not None:
-            timed.check(coords.sizes, layout, option=config.named("timeline_select"))
+        config.selector(role).check(coords.sizes, layout, option=config.select_option(role))
+        config.timeline_selector.check(coords.sizes, layout, option=config.named("timeline_select"))
         lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
         lasting += [flag("discrete")] * config.discrete
         # A model does not show whether the host will move it between calls. If it does, an open window makes it crash.
         if lasting and config.holding and any(map(offloads_manually, models or ())):
             raise ValueError(f"{' and '.join(lasting)}: {refusal(config.holding)}")
         # A role without ranks of its own has the default ranks. A role with ranks of its own may turn up in any model.
-        selectors = [s for name in (role, *config.roles) if (s := config.selector(name)) is not None]
+        selectors = [config.selector(name) for name in (role, *config.roles)]
         selections = [selector.ranks(coords.sizes, layout) for selector in selectors]
         known = [selection for selection in selections if selection is not None]
         ranks = sorted({rank for selection in known for rank in selection}) if len(known) == len(selections) else None
@@ -87,21 +83,16 @@ class ThisRank:
         here = cls(
             coords=coords,
             layout=layout,
-            ranks=ranks,
+            speaks=coords.rank == (ranks[0] if ranks else 0),
             neighbours=len(others if ranks is None or config.listens else others.intersection(ranks)),
             windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
-            timed=timed is not None and timed.selects(coords),
+            timed=config.timeline_selector.selects(coords),
         )
         if coords.rank == 0 or here.speaks:
             show_lines()
         if coords.rank == 0:
-            say_start(config, coords, here.ranks, layout)
+            _say_start(config, coords, ranks, layout)
         return here
-
-    @property
-    def speaks(self) -> bool:
-        """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
-        return self.coords.rank == (self.ranks[0] if self.ranks else 0)
 
 
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
@@ -120,6 +111,42 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
     rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     layout = WorldLayout(ParallelSizes(dp=world))
     return layout.coords(rank), layout
+
+
+def _say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
+    """Logs what is captured, where the files go, and how many of the job's ranks and stages are captured."""
+    parts = []
+    if config.windowed and not config.steps_are_none:
+        which = f"steps {config.steps}"
+        if config.steps == BY_SCHEDULE:
+            plan = parse_schedule(config.schedule, flag("schedule"))
+            before = plan.skip_first + plan.wait + plan.warmup
+            which = f"{plan.active} call{'s' * (plan.active > 1)}" + (f" after the first {before}" if before else "")
+            which += {0: ", again and again", 1: ""}.get(plan.repeat, f", {plan.repeat} times")
+        if ranks is None:
+            where = f"on ranks {config.select or 0} of {coords.sizes.world}"
+        elif len(ranks) == 1:
+            where = f"on rank {ranks[0]} of {coords.sizes.world}"
+        else:
+            where = f"on {len(ranks)} of {coords.sizes.world} ranks"
+        by_role = "" if config.role_select is None else f", by role: {config.role_select}"
+        parts.append(f"captures {', '.join(config.target)} ({which}) {where}{by_role}")
+    if TRAIN_OVERALL in config.target and len(config.target) > 1 and config.windowed:
+        others = " and ".join(target for target in config.target if target != TRAIN_OVERALL)
+        parts.append(f"writes no file of {others} for what is in a window of {TRAIN_OVERALL}")
+    if config.timed:
+        kept_on = "every rank" if config.timeline_select == "all" else f"ranks {config.timeline_select}"
+        parts.append(f"keeps a timeline of every step on {kept_on}")
+    if config.on_demand:
+        parts.append("captures when 'megaprof trigger' asks for it")
+    if config.around_windows:
+        parts.append(f"keeps the times of up to {BEFORE} calls before each window and of {BEHIND} behind it")
+    if ranks is not None and layout is not None and config.windowed:
+        stages = len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
+        if stages < coords.sizes.pp:
+            seen = f"sees {stages} of {coords.sizes.pp} stages"
+            parts.append(f"{seen}: add {flag('select')} per-stage for the stage report")
+    logger.info("megaprof %s", "; ".join([*parts, f"writes to {config.dir}"]))
 
 
 def moved(before: RankCoords) -> bool:

@@ -18,17 +18,17 @@ import megaprof.config.values as read
 from megaprof.artifacts.places import check_remote, is_remote
 from megaprof.config.values import (
     ANNOTATED,
+    NO_STEPS,
     NONE,
     TARGETS,
     TIMELINE,
     TRAIN_OVERALL,
     Plan,
-    StepList,
     parse_per_role,
     parse_schedule,
     parse_steps,
 )
-from megaprof.parallel.selectors import Selector, parse_selector
+from megaprof.parallel.selectors import NOBODY, Selector, parse_selector
 
 ENV_PREFIX = "MEGAPROF_"
 ACTIVITIES = ("cpu", "cuda")
@@ -232,16 +232,16 @@ class ProfileConfig:
     def steps_are_none(self) -> bool:
         """True if no step is captured unless somebody requests it while the job runs."""
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
-        return self.enabled and all(self.plan(target) == StepList(()) for target in targets)
+        return self.enabled and all(self.plan(target) == NO_STEPS for target in targets)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles with their own ranks."""
         return tuple(self._ranks_by_role)
 
-    def selector(self, role: str | None = None) -> Selector | None:
-        """Returns the ranks that capture ``role``; None for no rank. If the role has no ranks of its own, those are the
-        ranks for all roles, or rank 0."""
+    def selector(self, role: str | None = None) -> Selector:
+        """Returns the ranks that capture ``role``. If the role has no ranks of its own, those are the ranks for all
+        roles, or rank 0."""
         ranks = None if role is None else self._ranks_by_role.get(role)
         if ranks is None:
             return _selector("0" if self.select is None else self.select, self.named("select"))
@@ -252,16 +252,16 @@ class ProfileConfig:
         return f"{self.named('role_select')} {role}" if role in self._ranks_by_role else self.named("select")
 
     @property
-    def timeline_selector(self) -> Selector | None:
-        """The ranks that keep a timeline; None for no rank."""
-        return _selector(self.timeline_select, self.named("timeline_select")) if self.timed else None
+    def timeline_selector(self) -> Selector:
+        """The ranks that keep a timeline."""
+        return _selector(self.timeline_select, self.named("timeline_select")) if self.timed else NOBODY
 
     def plan(self, target: str) -> Plan:
         """Returns the steps of ``target`` that are captured."""
         if self.steps == BY_SCHEDULE:
             return parse_schedule(self.schedule, self.named("schedule"))
         lists = parse_steps(self.steps, self.named("steps"))
-        return lists.get(target) or lists.get(None) or StepList(())
+        return lists.get(target) or lists.get(None) or NO_STEPS
 
     @property
     def _ranks_by_role(self) -> dict[str, str]:
@@ -359,10 +359,10 @@ class ProfileConfig:
         return cls(**{**set_by_env, **set_by_flags}, names=spellings)
 
 
-def _selector(ranks: str, option: str) -> Selector | None:
-    """Returns the selection that ``ranks`` describes; None for no rank (``[]``, ``null`` or ``none``)."""
+def _selector(ranks: str, option: str) -> Selector:
+    """Returns the selection that ``ranks`` describes; ``[]``, ``null`` and ``none`` are no rank."""
     if ranks.strip().lower() in (NONE, "null", "[]"):
-        return None
+        return NOBODY
     return parse_selector(ranks.strip("[]"), option)
 
 

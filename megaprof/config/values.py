@@ -110,6 +110,7 @@ def parse_schedule(text: str, option: str) -> Schedule:
 
 
 Plan = StepList | Schedule
+NO_STEPS = StepList(())
 NONE = "none"
 
 

@@ -74,7 +74,7 @@ class Selector:
         Whether it does depends on the rank order, so that is checked only if a layout is given.
         """
         if self.rank_spans is not None:
-            highest = self.rank_spans[-1][1]
+            highest = max((last for _, last in self.rank_spans), default=-1)
             if highest >= sizes.world:
                 raise ValueError(
                     f"{option}: rank {highest} in '{self}' is outside the world of {sizes.world} ranks "
@@ -95,6 +95,7 @@ class Selector:
 
 
 ALL = Selector()
+NOBODY = Selector(rank_spans=())
 PER_STAGE = Selector(axes=tuple((axis, ((0, 0),)) for axis in ("tp", "cp", "dp")))
 """The lowest rank of a stage has tp = cp = dp = 0 in every rank order, since ranks grow along each axis."""
 

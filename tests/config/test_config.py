@@ -8,6 +8,7 @@ import pytest
 
 from megaprof.config.options import ProfileConfig, flag, options, set_in, variable
 from megaprof.config.values import TRAIN_ACTOR, TRAIN_LOG_PROBS, Schedule
+from megaprof.parallel.selectors import NOBODY
 
 
 def on(**fields: Any) -> ProfileConfig:
@@ -193,7 +194,7 @@ def test_ranks_may_be_a_list() -> None:
     config = ranks([0, 8, 16], (0, 1))
     assert (config.select, config.timeline_select) == ("0,8,16", "0,1")
     assert config == ranks("0,8,16", "0,1")
-    assert ranks([], []).selector() is ranks([], []).timeline_selector is None
+    assert ranks([], []).selector() == ranks([], []).timeline_selector == NOBODY
     for wrong in ([-1], ["0", "1"], [True], 3):
         with pytest.raises(ValueError, match="--profile-select"):
             ranks(wrong)

@@ -23,6 +23,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload import arming, registry
 from megaprof.autoload.contract import Facts
 from megaprof.hosts import skyrl, slime, verl
+from megaprof.parallel.selectors import NOBODY
 from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 from tests.integrations.driving import host_environment, skip_without_packages
@@ -78,7 +79,7 @@ def test_verl_steps_ranks_and_save_path() -> None:
 def test_verl_without_ranks_captures_rank_0_or_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = verl_tree({f"{ACTOR}.enable": True})
     assert str(verl.config_from(tree).selector("actor")) == "0"
-    assert verl.config_from(tree).selector("ref") is None
+    assert verl.config_from(tree).selector("ref") == NOBODY
     monkeypatch.setenv("MEGAPROF_SELECT", "per-stage")
     assert str(verl.config_from(tree).selector("actor")) == "per-stage"
 
@@ -126,7 +127,7 @@ def test_verl_settings_that_contradict_megaprofs_tool(
 
 def test_verl_ranks_null_are_no_ranks() -> None:
     config = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{REF}.enable": True, f"{REF}.ranks": None}))
-    assert config.selector("ref") is None
+    assert config.selector("ref") == NOBODY
     assert str(config.selector("actor")) == "0"
 
 
