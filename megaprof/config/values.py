@@ -317,8 +317,8 @@ def parse_limit(option: str, text: str) -> tuple[int | None, float]:
 #: The class of each tool's recorder, imported when the tool is chosen. Recorders stop in this order and start in the
 #: reverse order: nsys is innermost, so that it records neither Kineto's start nor the writing of a trace.
 BUILTIN = {
-    "nsys": "megaprof.recorders.nsys:NsysRecorder",
-    "memory": "megaprof.recorders.memory:MemoryRecorder",
+    "nsys": "megaprof.recorders.cuda_tools:NsysRecorder",
+    "memory": "megaprof.recorders.cuda_tools:MemoryRecorder",
     "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
 }
 #: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.

@@ -16,8 +16,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders import Window, emit
-from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder
-from megaprof.recorders.nsys import NsysRecorder
+from megaprof.recorders.cuda_tools import MAX_ENTRIES, MemoryRecorder, NsysRecorder
 
 COORDS = RankCoords(rank=3, pp=1, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(pp=2))
 WINDOW = Window("train_actor", "ref", 7, COORDS)
