@@ -40,33 +40,56 @@ def capturing() -> bool:
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
-class DeviceWait:
-    """Waits for all streams of the device on a thread of its own, so that the caller can stop waiting.
+#: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
+#: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
+#: docs/architecture.md has the figures).
+CLOSING_FACTOR = 7
+
+
+class Guard:
+    """Bounds a window, on a thread of its own: watches the host's memory while it is open, and waits for all streams of
+    the device when it closes, so that the caller can stop waiting.
 
     ``torch.cuda.synchronize`` is the one call that knows all streams (NCCL's and other libraries', too), and it has no
     time limit. The thread is there from the beginning, because Python starts none while the process ends. A process
-    that does not use CUDA has no device to wait for, and no such thread.
+    that does not use CUDA has no device to wait for.
     """
 
     def __init__(self) -> None:
         torch = sys.modules.get("torch")  # asking must not initialise CUDA
         self._cuda: Any = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
-        self._wait_requested = threading.Event()
-        self._done = threading.Event()
-        if self._cuda is not None:
-            device = self._cuda.current_device()
-            threading.Thread(target=self._synchronize, args=(device,), name="megaprof-device", daemon=True).start()
+        self._closing = threading.Event()
+        self._idle = threading.Event()
+
+    def start(self, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]) -> None:
+        """Starts to watch. If the window has to close, the thread calls ``on_limit(reason)`` once. ``limit``: see
+        `config.values.parse_limit`. A bound that cannot be read is not watched. ``others``: the number of other
+        processes of this host that may close a window at the same time; each is taken to need as much as this one."""
+        device = None if self._cuda is None else self._cuda.current_device()
+
+        def run() -> None:
+            try:
+                self._watch(limit, others, on_limit)
+            except Exception:  # a file of the kernel's in an unknown format must do no harm
+                logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
+            self._closing.wait()
+            if self._cuda is not None and not self._idle.is_set():
+                with Suppressed(Exception):  # a broken device is not busy; the host's next call reports it
+                    self._cuda.synchronize(device)
+                self._idle.set()
+
+        threading.Thread(target=run, name="megaprof-window", daemon=True).start()
 
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
-        """Returns None as soon as the device is idle. If it is not idle after ``seconds``, returns the reason. Once
-        ``ending()`` is true, because the process has to end, waits at most `GRACE_SECONDS` more."""
+        """Watches no more. Returns None as soon as the device is idle. If it is not idle after ``seconds``, returns the
+        reason. Once ``ending()`` is true, because the process has to end, waits at most `GRACE_SECONDS` more."""
         reason = None
         if self._cuda is not None and capturing():
-            reason = "a CUDA graph is being captured"
-        elif self._cuda is not None:
-            self._wait_requested.set()
+            reason, self._cuda = "a CUDA graph is being captured", None
+        self._closing.set()
+        if self._cuda is not None:
             deadline = time.monotonic() + seconds
-            while reason is None and not self._done.wait(max(0.0, min(INTERVAL_SECONDS, deadline - time.monotonic()))):
+            while reason is None and not self._idle.wait(max(0.0, min(INTERVAL_SECONDS, deadline - time.monotonic()))):
                 if ending():
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() >= deadline:
@@ -77,54 +100,27 @@ class DeviceWait:
 
     def end(self) -> None:
         """Ends the thread, unless it is waiting for the device. Nobody calls `wait` afterwards."""
-        self._done.set()
-        self._wait_requested.set()
+        self._idle.set()
+        self._closing.set()
 
-    def _synchronize(self, device: int) -> None:
-        self._wait_requested.wait()
-        if not self._done.is_set():
-            with Suppressed(Exception):  # a broken device is not busy; the host's next call reports it
-                self._cuda.synchronize(device)
-            self._done.set()
-
-
-#: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
-#: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
-#: docs/architecture.md has the figures).
-CLOSING_FACTOR = 7
-
-
-def watch_host_memory(
-    done: threading.Event, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]
-) -> None:
-    """Watches the host's memory in a new thread until ``done`` is set. If the window has to close, the thread calls
-    ``on_limit(reason)`` once. ``limit``: see `config.values.parse_limit`. A bound that cannot be read is not watched.
-    ``others``: the number of other processes of this host that may close a window at the same time; each is taken to
-    need as much as this one."""
-    (size, share), gib = limit, 1 << 30
-
-    def watch() -> None:
-        try:
-            bounds, before = find_bounds(), resident_bytes()
-            while not done.is_set():
-                resident = resident_bytes()
-                needed = CLOSING_FACTOR * max(0, resident - before)
-                uses = [] if size is None else [("this process", resident, size, size, 0)]
-                for name, read in bounds.items():
-                    used, there_is = read()
-                    uses.append((name, used, there_is, int(there_is * share), others * needed))
-                for name, used, there_is, allowed, theirs in uses:
-                    if used + needed + theirs > allowed and not done.is_set():
-                        total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
-                        too = f", those of other processes here {theirs / gib:.2f} GiB" if theirs else ""
-                        on_limit(
-                            f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take "
-                            f"{needed / gib:.2f} GiB more{too}, and --profile-max-host-memory allows "
-                            f"{allowed / gib:.2f} GiB{total}"
-                        )
-                        return
-                done.wait(INTERVAL_SECONDS)
-        except Exception:  # a file of the kernel's in an unknown format must do no harm
-            logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
-
-    threading.Thread(target=watch, name="megaprof-host-memory", daemon=True).start()
+    def _watch(self, limit: tuple[int | None, float], others: int, on_limit: Callable[[str], None]) -> None:
+        (size, share), gib = limit, 1 << 30
+        bounds, before = find_bounds(), resident_bytes()
+        while not self._closing.is_set():
+            resident = resident_bytes()
+            needed = CLOSING_FACTOR * max(0, resident - before)
+            uses = [] if size is None else [("this process", resident, size, size, 0)]
+            for name, read in bounds.items():
+                used, there_is = read()
+                uses.append((name, used, there_is, int(there_is * share), others * needed))
+            for name, used, there_is, allowed, theirs in uses:
+                if used + needed + theirs > allowed and not self._closing.is_set():
+                    total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
+                    too = f", those of other processes here {theirs / gib:.2f} GiB" if theirs else ""
+                    on_limit(
+                        f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take "
+                        f"{needed / gib:.2f} GiB more{too}, and --profile-max-host-memory allows "
+                        f"{allowed / gib:.2f} GiB{total}"
+                    )
+                    return
+            self._closing.wait(INTERVAL_SECONDS)

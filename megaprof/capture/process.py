@@ -6,7 +6,6 @@ It is plain data, and imports neither torch nor numpy. The functions that change
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaprof.capture.bounds import DeviceWait
+from megaprof.capture.bounds import Guard
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.recorders.loop import Parts
 from megaprof.runtime.background import Background
@@ -44,11 +43,9 @@ class OpenWindow:
     """The range of the running step, in a window that does not end with a call; else None."""
     call: RecordedCall | None = None
     """Its first call, which the metadata describe; None if no call has begun in it yet."""
-    memory_is_safe: threading.Event = field(default_factory=threading.Event)
-    """Ends the watch over the host's memory. Set when the window records no more."""
-    device: DeviceWait = field(default_factory=DeviceWait)
-    """Waits for the device when the window closes. Work that the device has not finished by then is not in the
-    window."""
+    guard: Guard = field(default_factory=Guard)
+    """Watches the host's memory, and waits for the device when the window closes. Work that the device has not finished
+    by then is not in the window."""
 
 
 class Process:

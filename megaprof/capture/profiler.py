@@ -52,12 +52,8 @@ class Dispatcher:
         """The thread that is inside a schedule call; None if none is. It keeps an inner call from being recorded again:
         a CUDA graph wrapper calls the schedule."""
         self.of_this_call = Patches()
-        self.models: tuple[Any, ...] = ()
-        """The models inside the wrappers of the recorded call's chunks. Empty between calls."""
         self.finalize: tuple[Any, Any] | None = None
         """The function that finalises the gradients, as the last call found it, and our hook on it."""
-        self.close_modules: Callable[[], object] | None = None
-        """Closes the ranges of modules that are open in this thread. Can be run twice."""
         self._recording: tuple[Session, RecordedCall] | None = None
         self.last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
@@ -69,7 +65,7 @@ class Dispatcher:
         self.call = call
         gate.tape = None if call is None or not call.timed else call.tape
         # An open window needs ranges, or at least a check whether host memory runs out, which closes it early.
-        gate.slow = process.window is not None or (call is not None and call.ranged)
+        gate.slow = process.window is not None or (call is not None and call.level is not None)
 
     def _clock_failed(self, fault: BaseException) -> None:
         """Contains ``fault``, which the clock of a tape raised. Raises it again if it belongs to the host."""
@@ -84,15 +80,14 @@ class Dispatcher:
         call = None if session is None else session.begin(facts)
         if session is not None and call is not None:
             self._recording = session, call
-            self.models = models
-            self._now(call if call.timed or call.ranged else None)
+            call.models = models
+            self._now(call if call.timed or call.level is not None else None)
         return call
 
     def end(self, *, failed: bool) -> None:
         """Ends a call, recorded or not. ``failed``: it ended with an exception of the host's."""
         self._now(None)
-        self.put_back()
-        self.models = ()
+        in_full(self.of_this_call.restore)
         recording, self._recording = self._recording, None
         if recording is not None:
             recording[0].end(recording[1], failed=failed)
@@ -118,19 +113,13 @@ class Dispatcher:
         the call goes on."""
         logger.warning("megaprof: the window closes early: %s", reason)
         with Contained("closing a window early", self.drop):
-            in_full(self.close_modules)
             call = None if self._recording is None else self._recording[1]
             if call is not None:
-                call.ranged = False
+                call.level = None
                 call.outermost.close()
             for session in self.sessions:
                 session.end_window(reason, None if call is None else GRACE_SECONDS)
             self._now(call if call is not None and call.timed else None)
-
-    def put_back(self) -> None:
-        """Removes the patches that were made for the recorded call. Can be run twice."""
-        in_full(self.of_this_call.restore, self.close_modules)
-        self.close_modules = None
 
     def drop(self) -> None:
         """Switches off the sessions that a fault in a hook may have touched. Can be run twice.
@@ -148,7 +137,7 @@ class Dispatcher:
             self._recording = None
             stops = [session.abandon for session in touched]
             stops += [] if recording is None else [recording[1].outermost.close]
-        in_full(self.put_back, *stops)
+        in_full(self.of_this_call.restore, *stops)
 
     def _route(self, chunks: tuple[Any, ...]) -> tuple[Session | None, tuple[Any, ...]]:
         """Returns the session that takes a call of ``chunks``, or None, and the models inside their wrappers."""

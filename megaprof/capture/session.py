@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
-from megaprof.capture.bounds import capturing, watch_host_memory
+from megaprof.capture.bounds import capturing
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
@@ -308,17 +308,17 @@ class Session:
         window, timeline = process.window, self.timeline
         disturbed, process.disturbed = window is not None or process.disturbed, False
         ranged = window is not None or (facts.graph == "capture" and graph_names.available)
-        ranged = ranged and self.config.ranges != "step"
+        level = self.config.ranges if ranged and self.config.ranges != "step" else None
         if facts.graph == "capture" or step.target not in self._timed:
             timeline = None  # nothing may be timed while a CUDA graph is captured
         if timeline is not None and (
             self.config.listens or self.agenda.goes_on or disturbed or timeline.owes(step.target, step.role)
         ):
             timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
-            call = RecordedCall(facts, timed, True, ranged, level=self.config.ranges)
-        elif window is not None or ranged or self._coming:
+            call = RecordedCall(facts, timed, timed=True, level=level)
+        elif window is not None or level is not None or self._coming:
             tape = Tape(facts.chunks, facts.forward_only)
-            call = RecordedCall(facts, tape, False, ranged, level=self.config.ranges)
+            call = RecordedCall(facts, tape, level=level)
         else:
             return None
         if window is not None:
@@ -339,7 +339,7 @@ class Session:
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()
         try:
-            watch_host_memory(opened.memory_is_safe, *self._memory_limit, partial(process.memory_ran_out, self))
+            opened.guard.start(*self._memory_limit, partial(process.memory_ran_out, self))
             for recorder in reversed(opened.recorders):
                 recorder.start(window)
         except Exception as fault:
@@ -364,7 +364,7 @@ class Session:
             opened.overall.close()
         if opened.call is not None or opened.window.target == ANNOTATED:
             limit = self.config.flush_seconds if seconds is None else seconds
-            late = opened.device.wait(limit, lambda: self._termination.due)
+            late = opened.guard.wait(limit, lambda: self._termination.due)
             self._save(opened, "; ".join(filter(None, (truncated, late))) or None)
         else:
             for recorder in opened.recorders:
@@ -375,14 +375,14 @@ class Session:
 
     def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Stops the recorders of a window and has its files written."""
-        opened.memory_is_safe.set()
         final = not any(s.agenda.goes_on or (s.demand is not None and not s.demand.over) for s in process.sessions)
         window = replace(opened.window, final=final)
         call = opened.call or RecordedCall(NO_CALL, Tape())
         demand, speaks = opened.demand, self._speaks
 
         def written(files: list[str]) -> None:  # on the writer's thread
-            own = window.among(files)
+            # The rest are timelines.
+            own = sorted(file for file in files if os.path.basename(file).startswith(f"{window.target}."))
             if own and speaks:
                 whose = window.target if window.role is None else f"{window.target} of {window.role}"
                 logger.info("megaprof captured %s step %d: %s", whose, window.step, ", ".join(own))
@@ -422,8 +422,7 @@ class Session:
     def _release(self) -> None:
         opened = self._own_window
         if opened is not None:
-            opened.memory_is_safe.set()
-            opened.device.end()
+            opened.guard.end()
             process.window, process.disturbed = None, True
 
 

@@ -31,10 +31,10 @@ from megaprof.formats import codes, ranges
 from megaprof.formats.metadata import WithoutRange
 from megaprof.hooks.dispatch import argument, given
 from megaprof.parallel.megatron import innermost, language_model
-from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.emit import Range, names
 from megaprof.recorders.tape import Hook
-from megaprof.runtime.isolation import Contained, contained
+from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Wrap
 
 COMPILED = "torch.compile compiles it, or a module around it"
@@ -86,7 +86,7 @@ class ModuleRanges:
         """True while the call runs and its window is open. An autograd graph, or a reference to a shadowed method, may
         live longer than both, and its hooks must do nothing then."""
         call = self._dispatcher.call
-        return call is not None and call is self._call and call.ranged
+        return call is not None and call is self._call and call.level is not None
 
     def ranged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``original`` inside a range called ``name``, with hooks for the range of its backward."""
@@ -120,8 +120,7 @@ class ModuleRanges:
         return forward
 
     def close(self) -> None:
-        """Closes the ranges that an exception left open in this thread, and notes which ranges are missing. Can be run
-        twice."""
+        """Closes the ranges that an exception left open in this thread, and notes which ranges are missing."""
         layers: dict[tuple[str, str], list[int | None]] = {}  # all that miss the same range for the same reason
         for name, reason in self.without.items():
             read = ranges.parse(name)
@@ -187,7 +186,7 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
     named = wanted and (graph is None or (graph == "capture" and names.available))
     of_this_call = ModuleRanges(dispatcher, call)
     if named:
-        dispatcher.close_modules = of_this_call.close
+        call.outermost.callback(of_this_call.close)
     for chunk in call.facts.chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=call.level == "module") if named else ():
@@ -201,15 +200,15 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
                 dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
-def patch_models(dispatcher: Dispatcher, facts: CallFacts, watched: Wrap) -> None:
-    """Notes what the models of a call get, until the call ends, by a hook that ``watched`` makes of a method. Leaves
+def patch_models(dispatcher: Dispatcher, call: RecordedCall, watched: Wrap) -> None:
+    """Notes what the models of ``call`` get, until it ends, by a hook that ``watched`` makes of a method. Leaves
     out models that torch.compile compiles, because a replaced ``forward`` would be compiled again."""
-    for chunk, model in zip(facts.chunks, dispatcher.models, strict=True):
+    for chunk, model in zip(call.facts.chunks, call.models, strict=True):
         if is_compiled(model) or (chunk is not model and is_compiled(chunk)) or not hasattr(model, "__dict__"):
             continue
         # The combined 1F1B schedule has a model plan its forward, and calls the parts of the plan (0.14 to 0.19).
         combined = getattr(getattr(model, "config", None), "overlap_moe_expert_parallel_comm", False)
-        method = "build_schedule_plan" if combined and not facts.forward_only else "forward"
+        method = "build_schedule_plan" if combined and not call.facts.forward_only else "forward"
         if hasattr(type(model), method):  # `torch.nn.Module.__getattr__` is slow for attributes that do not exist
             dispatcher.of_this_call.shadow(model, method, watched)
 
@@ -222,11 +221,8 @@ def takes_packed(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callab
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if (call := dispatcher.call) is not None:
-            try:
+            with Contained("looking at a microbatch", dispatcher.drop):
                 call.tape.takes(given(packed, args, kwargs), given(tokens, args, kwargs))
-            except BaseException as fault:
-                if not contained("looking at a microbatch", dispatcher.drop, fault):
-                    raise
         return result
 
     return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, packed, tokens)
@@ -236,7 +232,12 @@ def _counted(dispatcher: Dispatcher, original: Callable[..., Any], *args: Any, *
     """Stands for the forward of experts, and notes how many tokens they get."""
     call = dispatcher.call
     # A forward that a backward recomputes was already counted.
-    if call is not None and call.ranged and call.tape.now & codes.KIND_MASK != codes.BACKWARD and not capturing():
+    if (
+        call is not None
+        and call.level is not None
+        and call.tape.now & codes.KIND_MASK != codes.BACKWARD
+        and not capturing()
+    ):
         with Contained("counting the tokens of experts", dispatcher.drop):
             if (counts := given((1, "tokens_per_expert"), args, kwargs)) is not None:
                 call.experts.append(counts)

@@ -16,13 +16,14 @@ from megaprof.capture.bounds import capturing
 from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
+from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats import codes
 from megaprof.formats.facts import MASK, POSITIONS
 from megaprof.hooks.dispatch import ranged, stepped
 from megaprof.hooks.modules import patch_models
 from megaprof.recorders.call import MOST_SEQUENCES, Batch, CallFacts, RecordedCall
 from megaprof.runtime.armed import armed
-from megaprof.runtime.isolation import Contained, contained
+from megaprof.runtime.isolation import Contained
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: 
     (model,) = call.facts.chunks
     steps = PlainSteps(model, forward_only=call.facts.forward_only)
     # First, so that the pass is around it.
-    patch_models(dispatcher, call.facts, lambda bound: partial(_takes_rows, dispatcher, bound))
+    patch_models(dispatcher, call, lambda bound: partial(_takes_rows, dispatcher, bound))
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, steps.forward)
     if not call.facts.forward_only:
@@ -62,12 +63,9 @@ def _takes_rows(dispatcher: Dispatcher, original: Callable[..., Any], *args: Any
     """Stands for a method of a model, and notes its mask or positions, which show the lengths of its sequences."""
     call = dispatcher.call
     if call is not None and call.tape.forward is not None:
-        try:
+        with Contained("looking at a microbatch", dispatcher.drop):
             if not capturing() and (inputs := _inputs_of(*args[:1], **kwargs)) is not None:
                 call.tape.given.append((call.tape.forward, *inputs))
-        except BaseException as fault:
-            if not contained("looking at a microbatch", dispatcher.drop, fault):
-                raise
     return original(*args, **kwargs)
 
 
@@ -99,10 +97,11 @@ class PlainSteps:
     def __init__(self, model: Any, microbatches: int | None = None, *, forward_only: bool = False) -> None:
         """``microbatches``: the number of microbatches that a step accumulates before the optimizer's step; None if
         they are to be counted. The hooks must be installed already."""
+        passes = EVALUATE if evaluating() else TRAIN_LOG_PROBS
         self.facts = CallFacts(
+            target=passes if forward_only else TRAIN_ACTOR,
             schedule="no_pipelining",
             forward_only=forward_only,
-            evaluation=forward_only and evaluating(),
             microbatches=microbatches,
             seq_length=None,
             micro_batch_size=None,
@@ -154,9 +153,10 @@ class PlainSteps:
         self.end(failed=True)
         self._microbatch = 0
         with Contained("looking at a step", self._dispatcher.drop):
-            self._recorded = self._dispatcher.begin(self.facts) is not None
-            if self._recorded:
-                patch_models(self._dispatcher, self.facts, lambda bound: partial(_takes_rows, self._dispatcher, bound))
+            call = self._dispatcher.begin(self.facts)
+            self._recorded = call is not None
+            if call is not None:
+                patch_models(self._dispatcher, call, lambda bound: partial(_takes_rows, self._dispatcher, bound))
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""

@@ -22,6 +22,7 @@ from typing import Any
 from megaprof.capture.process import process
 from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
+from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
 from megaprof.hooks.dispatch import argument, given, ranged, stepped
@@ -87,7 +88,7 @@ def _without_window(dispatcher: Dispatcher, original: Callable[..., Any], *args:
             record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
             if not getattr(record, "cudagraph_created", False) and getattr(record, "cudagraph_record", True):
                 dispatcher.cut("megatron-core captured the CUDA graphs of its layers")
-                dispatcher.put_back()
+                dispatcher.of_this_call.restore()
     return original(*args, **kwargs)
 
 
@@ -96,11 +97,11 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     ``FullCudaGraphWrapper.__call__``, and the wrapper holds a schedule."""
 
     def prepare(call: RecordedCall, arguments: dict[str, Any]) -> None:
-        patch_finalize(dispatcher)
-        patch_models(dispatcher, call.facts, partial(takes_packed, dispatcher))
+        patch_finalize(dispatcher, call)
+        patch_models(dispatcher, call, partial(takes_packed, dispatcher))
         if label is not None:  # the graph wrapper reads all data before it runs the schedule
             watch_data(dispatcher, arguments)
-        if call.ranged:
+        if call.level is not None:
             patch_modules(dispatcher, call)
 
     return stepped(original, dispatcher, partial(_facts, label), prepare)
@@ -112,11 +113,6 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     model = kwargs.get("model")
     chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     forward_only = bool(kwargs.get("forward_only", False))
-    evaluation = training = False
-    if forward_only:
-        caller, evaluation = _caller(), evaluating()
-        training = caller == _TRAINING and not evaluation
-        evaluation = evaluation or caller in _EVALUATIONS
     graph = None
     if label is None:
         (graph_wrapper,) = args
@@ -133,10 +129,9 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if label == "no_pipelining" and getattr(config, "hybrid_context_parallel", False):
         microbatches = None
     return CallFacts(
+        target=_forward_only_target() if forward_only else TRAIN_ACTOR,
         schedule=label,
         forward_only=forward_only,
-        evaluation=evaluation,
-        training=training,
         microbatches=_integer(microbatches),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
@@ -145,17 +140,21 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-def _caller() -> str | None:
-    """Returns the innermost calling function whose name says what a forward-only pass is for; None without one."""
+def _forward_only_target() -> str:
+    """Returns the target of a forward-only call, by the innermost calling function whose name says what it is for."""
+    if evaluating():
+        return EVALUATE
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_STACK_LIMIT):
         if frame is None:
-            return None
+            break
         name = frame.f_code.co_name
-        if name in _EVALUATIONS or (name == _TRAINING and frame.f_locals.get(_FORWARD_ONLY) is True):
-            return name
+        if name in _EVALUATIONS:
+            return EVALUATE
+        if name == _TRAINING and frame.f_locals.get(_FORWARD_ONLY) is True:
+            return TRAIN_ACTOR
         frame = frame.f_back
-    return None
+    return TRAIN_LOG_PROBS
 
 
 def _integer(value: Any) -> int | None:
@@ -220,13 +219,13 @@ class Watched:
 _FINALIZE = "finalize_model_grads_func"
 
 
-def patch_finalize(dispatcher: Dispatcher) -> None:
-    """Hooks ``config.finalize_model_grads_func`` of the model that the call runs.
+def patch_finalize(dispatcher: Dispatcher, call: RecordedCall) -> None:
+    """Hooks ``config.finalize_model_grads_func`` of the model that ``call`` runs.
 
     Hosts set it on the config, possibly after the hooks were installed, or anew for every ``train()``. The schedules
     read it from there at the end of a step (0.12 to 0.19). So it is hooked for each recorded call, then put back.
     """
-    config = getattr(dispatcher.models[0], "config", None) if dispatcher.models else None
+    config = getattr(call.models[0], "config", None)
     original = getattr(config, "__dict__", {}).get(_FINALIZE)
     if original is None:
         return
@@ -269,7 +268,7 @@ def _forward(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[.
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         position: int = call.tape.position(given(model, args, kwargs), given(microbatch, args, kwargs))
-        call.ran["forward"] += call.ranged
+        call.ran["forward"] += 1
         return codes.FORWARD | position
 
     return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, model, microbatch))
@@ -359,7 +358,7 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
     facts = call.facts
     if facts.microbatches is None or facts.schedule is None:
         return None, None
-    config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
+    config = getattr(call.models[0], "config", None)
     stages = getattr(config, "pipeline_model_parallel_size", None) or 1
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)

@@ -37,10 +37,6 @@ class Window:
         name = artifact_name(self.target, self.role, self.step, self.coords, suffix)
         return Path(directory, shard(self.coords.rank, self.coords.sizes.world), name)
 
-    def among(self, files: list[str]) -> list[str]:
-        """Returns, sorted, which of ``files``, finished together, are this window's; the rest are timelines."""
-        return sorted(file for file in files if os.path.basename(file).startswith(f"{self.target}."))
-
 
 class Recorder(Protocol):
     """Records one window at a time, on the training thread. Its methods may raise: the session contains the fault.

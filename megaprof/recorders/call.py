@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
+from megaprof.config.values import ANNOTATED
 from megaprof.formats import codes
 from megaprof.formats.facts import MASK, PACKED, SHAPES, SOURCES, Work
 from megaprof.formats.metadata import P2P, Metadata, MicrobatchRanges, ModelChunk, WithoutRange
@@ -34,26 +34,19 @@ class CallFacts(NamedTuple):
     """The facts that the arguments of one ``forward_backward_func`` call state. A number is None if it is not given as
     one. Lengths are tokens in a sequence, and the size of a microbatch is sequences."""
 
+    target: str
+    """``train_actor``, ``train_log_probs`` or ``evaluate``."""
     schedule: str | None
     """``no_pipelining``, ``1f1b`` or ``interleaved``; None: no schedule ran."""
     forward_only: bool
-    evaluation: bool
+    """True if it has no backward. A training step has none if all layers of the model are frozen."""
     microbatches: int | None
     seq_length: int | None
     micro_batch_size: int | None
     chunks: tuple[Any, ...]
     """The model chunks of this rank, in the order of the call."""
-    training: bool = False
-    """True for a forward-only call that is still a training step, because all layers of the model are frozen."""
     graph: str | None = None
     """``capture`` or ``replay`` when the step is a full-iteration CUDA graph."""
-
-    @property
-    def target(self) -> str:
-        """``train_actor``, ``train_log_probs`` or ``evaluate``."""
-        if self.training or not self.forward_only:
-            return TRAIN_ACTOR
-        return EVALUATE if self.evaluation else TRAIN_LOG_PROBS
 
 
 @dataclass(slots=True)
@@ -63,16 +56,17 @@ class RecordedCall:
     facts: CallFacts
     tape: Any
     """The `recorders.tape.Tape` that matches backwards to forwards and takes the events of the timeline."""
+    models: tuple[Any, ...] = ()
+    """The models inside the wrappers of its chunks."""
     timed: bool = False
     """True: the call is in the timeline; its tape is a `recorders.timeline_steps.RecordedStep`."""
-    ranged: bool = False
-    """True: an open window wants ranges around the functions that the schedule calls."""
+    level: str | None = None
+    """The finest ranges that an open window wants around the functions that the schedule calls (``--profile-ranges``);
+    None if it wants none."""
     outermost: ExitStack = field(default_factory=ExitStack)
-    """Closes the ranges around the whole call. A window has some."""
-    level: str = "step"
-    """The finest level of its ranges (``--profile-ranges``)."""
+    """Closes the ranges around the whole call, and before these what is still open inside. A window has some."""
     ran: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
-    """The number of its forwards and backwards so far, if it is ``ranged``."""
+    """The number of its forwards and backwards so far, if it has ranges."""
     backward: int = 0
     """The microbatch and chunk of the last backward, as the position part of a code; 0: not known."""
     experts: list[Any] = field(default_factory=list)
@@ -82,7 +76,7 @@ class RecordedCall:
 
 
 #: Stands in for the call in a window in which no schedule ran.
-NO_CALL = CallFacts(None, False, False, None, None, None, ())
+NO_CALL = CallFacts(ANNOTATED, None, False, None, None, None, ())
 
 
 @dataclass(frozen=True)

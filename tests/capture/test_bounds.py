@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture import bounds as guarding
 from megaprof.capture import this_rank
-from megaprof.capture.bounds import CLOSING_FACTOR, DeviceWait, capturing, watch_host_memory
+from megaprof.capture.bounds import CLOSING_FACTOR, Guard, capturing
 from megaprof.capture.process import process
 from megaprof.capture.this_rank import ThisRank
 from megaprof.config.values import DEFAULT_SHARE, parse_limit
@@ -128,13 +128,13 @@ class Watched:
         self.resident, self.used, self.looks = 100, 100, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
-        self.done, self._arguments = threading.Event(), (limit, others, self._say)
+        self.guard, self._arguments = Guard(), (limit, others, self._say)
         monkeypatch.setattr(guarding, "resident_bytes", lambda: self.resident)
         monkeypatch.setattr(guarding, "find_bounds", lambda: {"the container": self._read})
         monkeypatch.setattr(guarding, "INTERVAL_SECONDS", 0.001)
 
     def start(self) -> None:
-        watch_host_memory(self.done, *self._arguments)
+        self.guard.start(*self._arguments)
 
     def _read(self) -> tuple[int, int]:
         self.looks.release()
@@ -146,7 +146,7 @@ class Watched:
 
 
 def watchers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "megaprof-host-memory"]
+    return [t for t in threading.enumerate() if t.name == "megaprof-window"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_bound_is_reported_once(
     assert watched.reasons == []
     vars(watched).update(change)
     assert watched.said.wait(30)
-    watched.done.set()
+    watched.guard.end()
     for thread in watchers():
         thread.join(30)
     (reason,) = watched.reasons
@@ -204,7 +204,7 @@ def test_the_thread_lives_while_it_watches_and_no_longer(monkeypatch: pytest.Mon
     assert watchers() == []
     watched.start()
     (thread,) = watchers()
-    watched.done.set()
+    watched.guard.end()
     thread.join(30)
     assert watchers() == []
     watched.used = 999
@@ -217,7 +217,9 @@ def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture, mo
 
     said: list[str] = []
     monkeypatch.setattr(guarding, "find_bounds", bounds)
-    watch_host_memory(threading.Event(), (None, 0.8), 0, said.append)
+    guard = Guard()
+    guard.start((None, 0.8), 0, said.append)
+    guard.end()
     for thread in watchers():
         thread.join(30)
     assert said == []
@@ -356,7 +358,7 @@ said = threading.Event()
 say = lambda reason: (print(reason), said.set())
 guarding.INTERVAL_SECONDS = 0.01
 print([read()[1] for name, read in find_bounds().items() if sys.argv[1] in name])
-guarding.watch_host_memory(threading.Event(), (None, 0.5), 0, say)
+guarding.Guard().start((None, 0.5), 0, say)
 print(said.wait(0.5))
 hoard = b"x" * (200 << 20)
 print(said.wait(60))
@@ -416,8 +418,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made_up.idle.set()
 
 
-def waiting() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "megaprof-device"]
+def guard() -> Guard:
+    made = Guard()
+    made.start((None, 1.0), 0, pytest.fail)
+    return made
 
 
 def gone(threads: list[threading.Thread]) -> bool:
@@ -428,7 +432,7 @@ def gone(threads: list[threading.Thread]) -> bool:
 
 def test_an_idle_device_is_waited_for_once(device: Device) -> None:
     device.idle.set()
-    wait = DeviceWait()
+    wait = guard()
     assert device.waited_for == []
     assert wait.wait(60) is None
     assert wait.wait(0) is None
@@ -439,17 +443,17 @@ def test_an_idle_device_is_waited_for_once(device: Device) -> None:
 def test_a_busy_device_is_left_alone_when_time_is_up(
     device: Device, seconds: float, ending: Callable[[], bool]
 ) -> None:
-    assert "did not finish" in str(DeviceWait().wait(seconds, ending))
+    assert "did not finish" in str(guard().wait(seconds, ending))
 
 
 def test_who_has_to_end_waits_no_longer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaprof.capture.bounds.GRACE_SECONDS", 0.2)
-    assert "did not finish" in str(DeviceWait().wait(3600, lambda: True))
+    assert "did not finish" in str(guard().wait(3600, lambda: True))
 
 
 def test_a_device_that_becomes_idle_in_time_is_idle(device: Device) -> None:
     threading.Timer(0.2, device.idle.set).start()
-    assert DeviceWait().wait(3600) is None
+    assert guard().wait(3600) is None
 
 
 def test_a_broken_device_is_not_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,28 +461,29 @@ def test_a_broken_device_is_not_busy(device: Device, monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    assert DeviceWait().wait(3600) is None
+    assert guard().wait(3600) is None
 
 
 def test_nothing_waits_while_a_graph_is_captured(device: Device) -> None:
     device.captures = True
     assert capturing()
-    assert "CUDA graph" in str(DeviceWait().wait(3600))
+    assert "CUDA graph" in str(guard().wait(3600))
     assert device.waited_for == []
 
 
 def test_a_thread_that_is_not_asked_ends_without_waiting(device: Device) -> None:
-    wait = DeviceWait()
-    threads = waiting()
+    wait = guard()
+    threads = watchers()
     assert threads
     wait.end()
     assert gone(threads[-1:])
     assert device.waited_for == []
 
 
-def test_a_process_without_cuda_has_no_device_and_no_thread() -> None:
-    before = len(waiting())
-    assert DeviceWait().wait(0) is None
+def test_a_process_without_cuda_has_no_device() -> None:
+    made = guard()
+    threads = watchers()
+    assert made.wait(0) is None
     assert not capturing()
-    assert len(waiting()) == before
+    assert gone(threads[-1:])
     assert not torch.cuda.is_initialized()

@@ -133,7 +133,8 @@ def test_what_a_model_is_given_is_noted_when_it_has_returned(monkeypatch: pytest
             raise TimeoutError
         return input_ids
 
-    gate, dispatcher, tokens = Gate(never), SimpleNamespace(call=SimpleNamespace()), torch.zeros(2, 7)
+    gate, tokens = Gate(never), torch.zeros(2, 7)
+    dispatcher = SimpleNamespace(call=SimpleNamespace(), drop=never)
     monkeypatch.setattr(modules, "Hook", None)
     in_python: Any = modules.takes_packed(dispatcher, model)  # type: ignore[arg-type]
     in_c = Hook(gate, model, in_python, codes.MODEL, (1, "packed_seq_params"), (0, "input_ids"))
