@@ -242,10 +242,8 @@ class ProfileConfig:
     def selector(self, role: str | None = None) -> Selector:
         """Returns the ranks that capture ``role``. If the role has no ranks of its own, those are the ranks for all
         roles, or rank 0."""
-        ranks = None if role is None else self._ranks_by_role.get(role)
-        if ranks is None:
-            return _selector("0" if self.select is None else self.select, self.named("select"))
-        return _selector(ranks, self.select_option(role))
+        others = "0" if self.select is None else self.select
+        return _selector(self._ranks_by_role.get(role or "", others), self.select_option(role))
 
     def select_option(self, role: str | None = None) -> str:
         """Returns the option that names the ranks of ``role``, as the user spelled it."""

@@ -94,8 +94,7 @@ class Selector:
             )
 
 
-ALL = Selector()
-NOBODY = Selector(rank_spans=())
+ALL, NOBODY = Selector(), Selector(rank_spans=())
 PER_STAGE = Selector(axes=tuple((axis, ((0, 0),)) for axis in ("tp", "cp", "dp")))
 """The lowest rank of a stage has tp = cp = dp = 0 in every rank order, since ranks grow along each axis."""
 
