@@ -57,14 +57,18 @@ class Process:
     """Holds up a SIGTERM while something is unsaved."""
 
     def __init__(self) -> None:
+        self.forks_watched = False
+        """True once a forked child resets its state."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins afresh, as a process without hooks."""
         self.patches = Patches()
         """The functions of Megatron and of hosts that are replaced while hooks are installed."""
         self.put_in: list[Callable[[Patches], None]] = []
         """The functions that replaced them."""
         self.background = Background()
         """The thread for everything that runs beside the training."""
-        self.forks_watched = False
-        """True once a forked child resets its state."""
         self.sessions: list[Any] = []
         """The sessions (`megaprof.capture.session.Session`) whose hooks are installed, in the order of installation."""
         self.window: OpenWindow | None = None
@@ -73,9 +77,9 @@ class Process:
         """The `megaprof.Handle` of the hooks that a controller started in this process; None if none did."""
         self.step = 0
         """The controller's number of the running step."""
-        self.prepared: tuple[object, Sequence[Recorder]] | None = None
-        """The recorders that were prepared after the last call, for the next one, and before them the session that they
-        belong to; None if none were. The next call of the process uses or discards them."""
+        self.prepared: Sequence[Recorder] = ()
+        """The recorders that were prepared after the last call, for the next one. The next call of the process uses or
+        discards them."""
         self.thread: int | None = None
         """The thread that opened the window or prepared the recorders. Only that thread can end them."""
         self.disturbed = False

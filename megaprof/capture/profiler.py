@@ -194,13 +194,9 @@ def remove(session: Session) -> None:
         if session in process.sessions:
             process.sessions.remove(session)
         if not process.sessions:
-            _put_back()
+            process.patches.restore()
+            process.put_in.clear()
             atexit.unregister(_finish_all)
-
-
-def _put_back() -> None:
-    process.patches.restore()
-    process.put_in.clear()
 
 
 def leave(session: Session) -> None:
@@ -209,7 +205,7 @@ def leave(session: Session) -> None:
     autograd engine, nor while a CUDA graph is captured."""
     if session.removed.is_set():
         return
-    open_here = process.thread == threading.get_ident() or (process.window is None and process.prepared is None)
+    open_here = process.thread == threading.get_ident() or (process.window is None and not process.prepared)
     if {process.dispatcher.inside, None if open_here else process.thread} & set(sys._current_frames()) or capturing():
         process.asked.append((partial(_leave, session), False))
     else:
@@ -283,20 +279,18 @@ def _forget() -> None:
         session.removed.set()
         session.recorders = ()
         session.writer.forget()
-    _put_back()
+    process.patches.restore()
     process.dispatcher._now(None)
     process.dispatcher._recording = None  # the call in progress is the parent's
-    process.background.forget()
     if process.window is not None:
         import torch
 
         # Nobody would ever read what the child records. The profiler cannot be stopped here: CUPTI and Kineto's threads
         # stayed in the parent.
         torch._C._autograd._enable_record_function(False)
-    for of_parent in (process.sessions, process.summaries, process.answers, process.asked):
-        of_parent.clear()
-    process.window = process.prepared = process.started = None
-    process.disturbed, process.dispatcher = False, Dispatcher()
+    process.sessions.clear()  # hooks that somebody else has wrapped know this list
+    process.reset()
+    process.dispatcher = Dispatcher()
     process.termination.reset()
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaprof.capture.process import process
 from megaprof.config.values import ANNOTATED, checked_role
-from megaprof.formats.ranges import DOMAIN
+from megaprof.formats.ranges import DOMAIN, annotation_range, role_range
 from megaprof.runtime.isolation import Contained, in_full, logger
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def begin_work(
     window = process.window
     if process.recording:
         with Contained("opening a range", process.drop):
-            from megaprof.formats.ranges import annotation_range, role_range
             from megaprof.recorders.emit import Range
 
             whose = role or current().role

@@ -115,7 +115,7 @@ class Session:
             self._between, self._began = now - self._began, now
             if (coming := self.agenda.before_wanted(demand)) is not None:
                 self._coming = self.recorders if coming[1] is None else coming[1].recorders
-        if opened is not None or opens or process.prepared is not None:
+        if opened is not None or opens or process.prepared:
             with self._termination:
                 if opened is not None and not (capturing() or opened.step.goes_on(steps)):
                     self._close(None)
@@ -192,8 +192,7 @@ class Session:
         """
         with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
-            if process.prepared is not None and process.prepared[0] is self:
-                self._leave_prepared()
+            self._leave_prepared()
 
     def close(self, reason: str, seconds: float, *, last: bool = True) -> None:
         """Closes an open window, finishes every file within ``seconds``, and logs what was captured. The window gets
@@ -229,15 +228,14 @@ class Session:
                 None if opened is None or opened.overall is None else opened.overall.close,
                 *(recorder.discard for recorder in (*self.recorders, *(demand.recorders if demand else ()))),
                 self._release,
+                self._leave_prepared,
             )
         self._coming = ()
-        if process.prepared is not None and process.prepared[0] is self:
-            process.prepared = None
 
     def _prepare(self, recorders: Sequence[Recorder]) -> None:
         """Prepares the ``recorders`` that can be prepared, for the next call. A failure is only logged: starting the
         recorder will report it again."""
-        process.prepared, process.thread = (self, recorders), threading.get_ident()
+        process.prepared, process.thread = recorders, threading.get_ident()
         for recorder in reversed(recorders):
             prepare = getattr(recorder, "prepare", None)
             try:
@@ -250,13 +248,12 @@ class Session:
                 recorder.discard()
 
     def _leave_prepared(self) -> None:
-        """Discards the recorders that were prepared for the call that has begun, unless a window uses them now."""
-        prepared, process.prepared = process.prepared, None
-        if prepared is not None:
+        """Discards the recorders that were prepared for the next call, unless a window uses them now."""
+        prepared, process.prepared = process.prepared, ()
+        if prepared:
             process.disturbed = True
-            opened = self._own_window
-            used = () if opened is None else opened.recorders
-            in_full(*(one.discard for one in prepared[1] if all(one is not other for other in used)))
+            used = () if process.window is None else process.window.recorders
+            in_full(*(one.discard for one in prepared if all(one is not other for other in used)))
 
     def _meet(self, role: str | None) -> None:
         """Logs which selected ranks of ``role`` do not exist, when the role runs in this process for the first time.

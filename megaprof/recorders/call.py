@@ -193,20 +193,16 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
     rank's part. ``fetch``: None if the device cannot be asked.
     """
     works: dict[int, Work] = {}
-    last_shape: Sequence[int] = ()
-    work_of_shape: Work | None = None
     for position, *inputs in given:
         microbatch = None if position is None else codes.place(position)[0]
         if microbatch is None or microbatch in works:
             continue
+        work = None
         if len(inputs) == 1:
             (shape,) = inputs
-            if shape != last_shape:  # most jobs have only one shape, and their microbatches share one Work
-                last_shape, work_of_shape = shape, None
-                if len(shape) == 2 and all(shape):  # every sequence counts in full, even if a mask removes some of it
-                    sequences, length = int(shape[0]), int(shape[1]) * context
-                    work_of_shape = Work(sequences * length, (length,) * sequences, SHAPES)
-            work = work_of_shape
+            if len(shape) == 2 and all(shape):  # every sequence counts in full, even if a mask removes some of it
+                sequences, length = int(shape[0]), int(shape[1]) * context
+                work = Work(sequences * length, (length,) * sequences, SHAPES)
         else:
             first, second, third = inputs
             read = _of_mask_or_positions if isinstance(first, str) else _packed

@@ -8,7 +8,6 @@ A collection of the oldest objects stops the host for up to a second. torch 2.13
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.ranges import GARBAGE, WAITING
@@ -163,20 +163,12 @@ class Collections:
             self._began = 0
 
 
-#: Bytes that the system's answer has at most: three numbers of 64 bits.
-_LONGEST = 64
-
-
 def waited_ns(thread: int) -> int | None:
     """Returns for how many nanoseconds, since it began, a thread of this process was ready to run but had no core.
     ``thread``: the system's number of the thread. None if the system does not count it: only Linux does, if it was
     built to (``run_delay`` in Documentation/scheduler/sched-stats.rst)."""
     with Suppressed(OSError):
-        file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            ran, waited, _ = os.read(file, _LONGEST).split()
-        finally:
-            os.close(file)
+        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()
         return int(waited) if int(ran) else None
     return None
 

@@ -16,15 +16,12 @@ _PAUSE_SECONDS = 0.001
 class Background:
     """Runs tasks on one daemon thread, which starts with the first of them and ends with the last.
 
-    A task that raises is dropped with one log line; the others, and training, go on. A child of ``os.fork`` has
-    no such thread, see `forget`. Methods may be called from any thread; ``wake`` takes less than a microsecond.
+    A task that raises is dropped with one log line; the others, and training, go on. A child of ``os.fork`` has no
+    such thread, and needs a `Background` of its own: the thread, its tasks and the holder of the lock stayed in the
+    parent. Methods may be called from any thread; ``wake`` takes less than a microsecond.
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Starts afresh in a forked child: the thread, its tasks and the holder of the lock stayed in the parent."""
         #: How many seconds lie between two runs of each task, and whether each ``wake()`` runs it, too.
         self._tasks: dict[Callable[[], None], tuple[float, bool]] = {}
         self._lock = threading.Lock()

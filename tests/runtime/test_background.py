@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -88,21 +87,3 @@ def test_the_thread_starts_again_after_it_has_ended() -> None:
         assert wait_for(lambda: len(ran) >= round)  # noqa: B023
         background.remove(task)
         assert wait_for(lambda: not threads())
-
-
-def test_a_forked_child_has_no_tasks_and_no_lock_held() -> None:
-    background, ran = Background(), []
-    task = lambda: ran.append(1)  # noqa: E731
-    background.add(task, 0.001)
-    child = os.fork()
-    if child == 0:
-        try:
-            background.forget()
-            clean = not background._tasks and background._thread is None
-            background.add(lambda: os._exit(0 if clean else 1), 0.001)
-            time.sleep(10)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    background.remove(task)
-    assert wait_for(lambda: not threads())
