@@ -142,7 +142,7 @@ def _say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | Non
     if config.around_windows:
         parts.append(f"keeps the times of up to {BEFORE} calls before each window and of {BEHIND} behind it")
     if ranks is not None and layout is not None and config.windowed:
-        stages = len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
+        stages = len({layout.coords(rank).pp for rank in ranks})
         if stages < coords.sizes.pp:
             seen = f"sees {stages} of {coords.sizes.pp} stages"
             parts.append(f"{seen}: add {flag('select')} per-stage for the stage report")

@@ -61,11 +61,7 @@ class Selector:
             return [rank for first, last in self.rank_spans for rank in range(first, min(last + 1, sizes.world))]
         if layout is None:
             return None
-        ranks = list(range(layout.sizes.world))
-        for axis, spans in self.axes:
-            stride, size = layout.strides[axis], getattr(layout.sizes, axis)
-            ranks = [rank for rank in ranks if _holds(spans, rank // stride % size)]
-        return ranks
+        return [rank for rank in range(layout.sizes.world) if self.selects(layout.coords(rank))]
 
     def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None, *, option: str = OPTION) -> None:
         """Raises a ValueError that names `option` unless every rank and coordinate exists and some rank is selected.
