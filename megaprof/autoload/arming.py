@@ -248,7 +248,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     schedule was given. Raises ValueError for a configuration that this world cannot honour.
     """
     try:
-        from megaprof.parallel.megatron import NoGrid, coords_from_parallel_state, has_groups
+        from megaprof.parallel.megatron import NoGrid, coordinates, has_groups
 
         if pipeline and not has_groups() and groups is None:
             armed.asked_too_early = True
@@ -263,7 +263,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
         check_host_profilers(config, megatron_lm.arguments())
         install_hooks(None, config, groups=groups, pipeline=pipeline)
         if pipeline:
-            armed.place = coords_from_parallel_state() if has_groups() else None
+            armed.place = coordinates()[0] if has_groups() else None
     except NoGrid as reason:
         logger.error("megaprof: profiling is off: %s", reason)
     except ValueError:

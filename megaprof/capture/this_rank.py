@@ -20,13 +20,7 @@ from typing import Any
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.values import TRAIN_OVERALL, parse_schedule
 from megaprof.parallel.machine import local_ranks
-from megaprof.parallel.megatron import (
-    coords_from_parallel_state,
-    has_groups,
-    language_model,
-    place_from_groups,
-    place_from_parallel_state,
-)
+from megaprof.parallel.megatron import coordinates, has_groups, language_model, place
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline_steps import BEFORE, BEHIND
 from megaprof.runtime.isolation import logger, show_lines
@@ -100,11 +94,8 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
     groups, or from the model's own groups if the global ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
-        if not has_groups():
-            groups = groups or (getattr(language_model(models[0]), "pg_collection", None) if models else None)
-            if groups is not None:
-                return place_from_groups(groups, chunks)
-        return place_from_parallel_state(chunks)
+        own = groups or (getattr(language_model(models[0]), "pg_collection", None) if models else None)
+        return place(None if has_groups() else own, chunks)
     import torch.distributed as dist
 
     joined = dist.is_available() and dist.is_initialized()
@@ -154,7 +145,7 @@ def moved(before: RankCoords) -> bool:
     after an in-process restart. How many chunks its models have does not matter."""
     if not has_groups():
         return False
-    now = coords_from_parallel_state()
+    now, _ = coordinates()
     return replace(now, sizes=replace(now.sizes, vpp=before.sizes.vpp)) != before
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, RankCoords, WorldLayout
@@ -18,13 +19,16 @@ class NoGrid(ValueError):
     """The process groups of this rank do not form a grid over all ranks of the job."""
 
 
-def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns this rank's coordinates and the world's layout by a model's own process groups: megatron-core's
-    ``ProcessGroupCollection`` (0.14+), for a job that may have no `parallel_state`.
+def place(groups: Any = None, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
+    """Returns this rank's `coordinates` and the world's layout, from this rank's process groups.
 
-    `chunks` and the layout are as in `place_from_parallel_state`; unknown chunks are 1. Raises NoGrid, naming what is
-    missing, for groups that are not one grid over all ranks. Groups of several modules do not say how these follow each
-    other. Their ``MultiModulePipelineCommunicator`` does, so it can be passed as ``groups`` (`_chain`).
+    Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
+    and the strides decide every coordinate. The layout is None if no rank order explains Megatron's global groups: the
+    world is not one grid, for instance because of a separate encoder pipeline (0.12), a rank offset, or weights that
+    are spread over data-parallel ranks beside context parallelism (``gtp_remat``, 0.19).
+
+    Raises NoGrid for ``groups`` that are not one grid over all ranks. Groups of several modules do not say how these
+    follow each other. Their ``MultiModulePipelineCommunicator`` does, so it can be passed as ``groups`` (`_chain`).
     """
     import torch.distributed as dist
 
@@ -37,28 +41,62 @@ def place_from_groups(groups: Any, chunks: int | None = None) -> tuple[RankCoord
             "which do not say how the modules follow each other: give install_hooks the pipeline's communicator, "
             "groups=p2p_communicator"
         )
+    coords, by_axis = coordinates(groups, chunks)
+    sizes, world = coords.sizes, dist.get_world_size()
+    if sizes.world != world and groups is not None:
+        raise NoGrid(
+            f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
+            f"pp={sizes.pp}), and the job has {world}"
+        )
+    if dist.get_world_size(by_axis["dp"]) != sizes.dp:  # it is a part of what `parallel_state` calls data-parallel
+        del by_axis["dp"]
+    return coords, _layout(coords, by_axis) if sizes.world == world else None
+
+
+def coordinates(groups: Any = None, chunks: int | None = None) -> tuple[RankCoords, dict[str, Any]]:
+    """Returns this rank's coordinates, and the process group along each axis that they come from: ``groups``, a model's
+    own (megatron-core's ``ProcessGroupCollection``, 0.14+), or Megatron's global ones (`parallel_state`).
+
+    ``chunks``: the number of model chunks on this rank, if the caller knows it (`len(model)`); otherwise it is
+    Megatron's virtual pipeline size, or 1. Raises NoGrid if groups are missing, and ValueError if there are none.
+    """
+    import torch.distributed as dist
+
+    if groups is None:
+        if not has_groups():
+            raise ValueError(
+                "megatron-core's parallel_state is not initialised, and the model has no process groups of its own: "
+                "call parallel_state.initialize_model_parallel(...) before install_hooks(model), and give it the model"
+            )
+        from megatron.core import parallel_state as ps
+
+        chunks, pp = (
+            chunks or ps.get_virtual_pipeline_model_parallel_world_size(),
+            ps.get_pipeline_model_parallel_group(),
+        )
+        groups = SimpleNamespace(
+            tp=ps.get_tensor_model_parallel_group(),
+            # Several encoder pipelines may meet in this rank, which has the same place in each (0.12).
+            pp=pp[0] if isinstance(pp, list) else pp,
+            cp=ps.get_context_parallel_group(),
+            ep=ps.get_expert_model_parallel_group(),
+            dp=ps.get_data_parallel_group(with_context_parallel=False),
+            expt_tp=ps.get_expert_tensor_parallel_group(),
+        )
     by_axis = {axis: group for axis in AXES if (group := getattr(groups, axis, None)) is not None}
     missing_axes = {"tp", "pp", "cp", "dp"} - by_axis.keys()
     if missing_axes:
         raise NoGrid(f"the model's process groups lack {', '.join(sorted(missing_axes))}, so ranks have no coordinates")
     expert_tp = getattr(groups, "expt_tp", None)
     count = {axis: dist.get_world_size(group) for axis, group in by_axis.items()}
-    coordinates = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in by_axis.items()}
+    places = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in by_axis.items()}
     remat = getattr(groups, "gtp_remat", None)
     if remat is not None:
         # Its ranks have data of their own, and are neighbours in what `parallel_state` calls the data-parallel group.
-        coordinates["dp"] = coordinates["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
+        places["dp"] = places["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
         count["dp"] *= dist.get_world_size(remat)
     sizes = ParallelSizes(vpp=chunks or 1, etp=0 if expert_tp is None else dist.get_world_size(expert_tp), **count)
-    if sizes.world != dist.get_world_size():
-        raise NoGrid(
-            f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
-            f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
-        )
-    coords = RankCoords(rank=dist.get_rank(), sizes=sizes, **coordinates)
-    if dist.get_world_size(by_axis["dp"]) != sizes.dp:  # it is a part of what `parallel_state` calls data-parallel
-        del by_axis["dp"]
-    return coords, _layout(coords, by_axis)
+    return RankCoords(rank=dist.get_rank(), sizes=sizes, **places), by_axis
 
 
 def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
@@ -110,69 +148,6 @@ def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
     orders = [[axis for axis, size in shape.items() if size > 1] for shape in shapes.values()]
     pp_is_slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
     return coords, WorldLayout(coords.sizes, "-".join([*width, "pp"])) if pp_is_slowest else None
-
-
-def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
-    """Returns this rank's coordinates as megatron-core's `parallel_state` has them, taken as they are.
-
-    `chunks` is the number of model chunks on this rank, if the caller knows it (`len(model)`); otherwise it is
-    Megatron's virtual pipeline size. Raises ValueError if `initialize_model_parallel` has not run.
-    """
-    from megatron.core import parallel_state as ps
-
-    if not has_groups():
-        raise ValueError(
-            "megatron-core's parallel_state is not initialised, and the model has no process groups of its own: call "
-            "parallel_state.initialize_model_parallel(...) before install_hooks(model), and give it the model"
-        )
-    import torch.distributed as dist
-
-    tp = ps.get_tensor_model_parallel_world_size()
-    sizes = ParallelSizes(
-        tp=tp,
-        pp=ps.get_pipeline_model_parallel_world_size(),
-        cp=ps.get_context_parallel_world_size(),
-        ep=ps.get_expert_model_parallel_world_size(),
-        dp=ps.get_data_parallel_world_size(with_context_parallel=False),
-        vpp=chunks or ps.get_virtual_pipeline_model_parallel_world_size() or 1,
-        etp=ps.get_expert_tensor_parallel_world_size() or tp,
-    )
-    return RankCoords(
-        rank=dist.get_rank(),
-        pp=ps.get_pipeline_model_parallel_rank(),
-        tp=ps.get_tensor_model_parallel_rank(),
-        cp=ps.get_context_parallel_rank(),
-        ep=ps.get_expert_model_parallel_rank(),
-        dp=ps.get_data_parallel_rank(with_context_parallel=False),
-        sizes=sizes,
-    )
-
-
-def place_from_parallel_state(chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
-    """Returns this rank's coordinates, as `coords_from_parallel_state` does, and the whole world's layout, from this
-    rank's process groups; None if no rank order explains them.
-
-    Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
-    and the strides decide every coordinate. None means a world that is not one grid, for instance a separate encoder
-    pipeline (0.12), a rank offset, or weights that are spread over data-parallel ranks beside context parallelism
-    (``gtp_remat``, 0.19).
-    """
-    coords = coords_from_parallel_state(chunks)
-    import torch.distributed as dist
-    from megatron.core import parallel_state as ps
-
-    if coords.sizes.world != dist.get_world_size():
-        return coords, None
-    groups = {
-        "tp": ps.get_tensor_model_parallel_group(),
-        "pp": ps.get_pipeline_model_parallel_group(),
-        "cp": ps.get_context_parallel_group(),
-        "ep": ps.get_expert_model_parallel_group(),
-        "dp": ps.get_data_parallel_group(with_context_parallel=False),
-    }
-    if any(isinstance(group, list) for group in groups.values()):  # several encoder pipelines meet in this rank (0.12)
-        return coords, None
-    return coords, _layout(coords, groups)
 
 
 def _layout(coords: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None:

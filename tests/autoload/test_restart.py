@@ -12,7 +12,7 @@ from megaprof.autoload import arming
 from megaprof.capture import profiler
 from megaprof.capture.process import process
 from megaprof.formats.job import RankStatus
-from megaprof.parallel.megatron import coords_from_parallel_state
+from megaprof.parallel.megatron import coordinates
 from megaprof.runtime.armed import armed
 from tests.control import places
 from tests.parallel.test_megatron import megatron
@@ -35,7 +35,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
                 again = ask() if way == "asked again" else install_hooks(None, config)
                 (session,) = process.sessions
                 assert first is again, "nothing moved"
-                assert session.coords == coords_from_parallel_state()
+                assert session.coords == coordinates()[0]
                 assert session.timeline is not None
                 own = process.answers[tmp_path / "control"]
                 own.look()

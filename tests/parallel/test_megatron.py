@@ -16,12 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaprof.parallel.megatron import (
-    NoGrid,
-    coords_from_parallel_state,
-    place_from_groups,
-    place_from_parallel_state,
-)
+from megaprof.parallel.megatron import NoGrid, coordinates, place
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
 from tests.parallel.test_topology import everybody
 
@@ -85,8 +80,8 @@ def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int],
     layout = layout_of(world, sizes, order)
     for rank in range(world):
         with megatron(rank, world, order, **sizes):
-            assert coords_from_parallel_state() == layout.coords(rank)
-            _, found = place_from_parallel_state()
+            coords, found = place()
+            assert coords == layout.coords(rank)
             assert found is not None
         assert everybody(found) == everybody(layout)
 
@@ -108,23 +103,21 @@ def test_all_120_orders_agree_and_the_same_ones_are_refused(sizes: dict[str, int
         accepted += 1
         for rank in (6, 15):
             with megatron(rank, 16, order, **sizes):
-                assert coords_from_parallel_state() == layout.coords(rank)
+                assert coordinates()[0] == layout.coords(rank)
     assert 0 < accepted < len(ORDERS)
 
 
 def test_chunks_are_the_callers_or_megatrons_virtual_pipeline_size() -> None:
     with megatron(0, 4, pp=2, vpp=3):
-        assert coords_from_parallel_state().sizes.vpp == 3
-        assert coords_from_parallel_state(chunks=2).sizes.vpp == 2
+        assert coordinates()[0].sizes.vpp == 3
+        assert coordinates(chunks=2)[0].sizes.vpp == 2
     with megatron(0, 4, pp=2):
-        assert coords_from_parallel_state().sizes.vpp == 1
+        assert coordinates()[0].sizes.vpp == 1
 
 
 def test_an_uninitialised_parallel_state_is_a_value_error() -> None:
     with pytest.raises(ValueError, match=r"not initialised, .* call parallel_state.initialize_model_parallel"):
-        coords_from_parallel_state()
-    with pytest.raises(ValueError, match="not initialised"):
-        place_from_parallel_state()
+        place()
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
@@ -135,7 +128,7 @@ def test_a_models_own_process_groups_say_the_same(order: str) -> None:
     for rank in range(16):
         with megatron(rank, 16, order, tp=2, pp=2, cp=2, ep=2):
             own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
-            by_groups, by_state = place_from_groups(own), place_from_parallel_state()
+            by_groups, by_state = place(own), place()
             assert by_groups[0] == by_state[0]
             assert everybody(by_groups[1]) == everybody(by_state[1])
 
@@ -150,8 +143,8 @@ def test_ranks_that_spread_weights_are_data_parallel(sizes: dict[str, int], laid
     for rank in range(16):
         with megatron(rank, 16, remat=2, **sizes):
             own = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp", "gtp_remat"])
-            coords, layout = place_from_parallel_state()
-            assert place_from_groups(own) == (coords, layout)
+            coords, layout = place()
+            assert place(own) == (coords, layout)
             assert coords.sizes.world == 16
             assert (layout is not None) == laid_out
             assert layout is None or layout.coords(rank) == coords
@@ -163,11 +156,11 @@ def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:
     with megatron(1, 8, tp=2, pp=2):
         group = parallel_state.get_tensor_model_parallel_group()
         with pytest.raises(NoGrid, match=r"make 16 ranks .*, and the job has 8"):
-            place_from_groups(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
+            place(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
         with pytest.raises(NoGrid, match="lack cp, dp"):
-            place_from_groups(SimpleNamespace(tp=group, pp=group))
+            place(SimpleNamespace(tp=group, pp=group))
         with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language.*groups=p2p_communicator"):
-            place_from_groups(SimpleNamespace(module_pgs={"images": None, "language": None}))
+            place(SimpleNamespace(module_pgs={"images": None, "language": None}))
 
 
 def modules(dims: str = "tp-cp-dp-pp", gap: int = 0, **shapes: tuple[int, ...]) -> SimpleNamespace:
@@ -197,7 +190,7 @@ def test_modules_that_follow_each_other_are_one_grid(
     for rank in range(16):
         with megatron(rank, 16):
             given = modules(dims, images=images, language=language)
-            coords, layout = place_from_groups(given)
+            coords, layout = place(given)
             found.append(coords)
         assert everybody(layout) == everybody(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else None)
     places = {(each.pp, each.tp, each.dp) for each in found}
@@ -216,7 +209,7 @@ def test_modules_that_follow_each_other_are_one_grid(
 )
 def test_modules_that_are_no_one_grid_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
     with megatron(0, 8), pytest.raises(NoGrid, match=reason):
-        place_from_groups(modules(**given))
+        place(modules(**given))
 
 
 def test_modules_side_by_side_are_refused() -> None:
@@ -224,10 +217,10 @@ def test_modules_side_by_side_are_refused() -> None:
         given = modules(images=(1, 1, 2, 1), sounds=(1, 1, 2, 1), language=(1, 1, 2, 2))
         given.topology = {"images": ["language"], "sounds": ["language"], "language": []}
         with pytest.raises(NoGrid, match="one behind the other"):
-            place_from_groups(given)
+            place(given)
 
 
 def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with megatron(1, 8, tp=2):
         monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD)
-        assert place_from_parallel_state()[1] is None
+        assert place()[1] is None
