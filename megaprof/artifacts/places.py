@@ -46,7 +46,7 @@ class Scratch:
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
         self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
-        self._spare = SPARE_BYTES * (local_ranks() or 1)
+        self._spare = SPARE_BYTES * local_ranks()
         self._directory: Path | None = None
         with Suppressed(OSError):
             device = os.stat(destination).st_dev

@@ -71,7 +71,7 @@ class ThisRank:
         selections = [selector.ranks(coords.sizes, layout) for selector in selectors]
         known = [selection for selection in selections if selection is not None]
         ranks = sorted({rank for selection in known for rank in selection}) if len(known) == len(selections) else None
-        local = local_ranks() or 1
+        local = local_ranks()
         first = coords.rank - coords.rank % local
         others = set(range(first, first + local)) - {coords.rank}
         here = cls(

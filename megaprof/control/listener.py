@@ -42,7 +42,7 @@ from megaprof.formats.job import (
 )
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.names import host, shard
-from megaprof.formats.phrases import printable
+from megaprof.formats.phrases import Unanswerable, printable
 from megaprof.parallel.topology import AXES
 from megaprof.recorders import build_recorders, flight
 from megaprof.recorders.timeline_steps import Key
@@ -290,7 +290,7 @@ class Listener:
             why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
             try:
                 kept = bool(flight.entries())
-            except flight.NoFlightRecorder as missing:
+            except Unanswerable as missing:
                 kept, why = False, str(missing)
             if not kept:
                 logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
@@ -304,7 +304,7 @@ class Listener:
         elif status.run is None:
             return
         else:
-            with suppress(flight.NoFlightRecorder):
+            with suppress(Unanswerable):
                 called, groups = flight.in_flight(flight.entries()), flight.groups()
                 record = InFlight(run=status.run, rank=status.rank, entries=called, pg_config=groups)
                 with self._control.open(*folders, create=True) as folder:

@@ -238,9 +238,7 @@ def patch_finalize(dispatcher: Dispatcher, call: RecordedCall) -> None:
 def _entered(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def __enter__(graph: Any) -> Any:
         result = original(graph)
-        from megaprof.recorders.torch_profiler import cupti  # torch's, which is there by then
-
-        cupti.graphs = True
+        names.graphs = True
         with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
             if dispatcher.call is not None:
                 names.begun(graph)

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 
 
-def local_ranks() -> int | None:
-    """Returns the number of ranks of the job on this host, as torchrun and other launchers set it; None if it is not
-    set."""
+def local_ranks() -> int:
+    """Returns the number of ranks of the job on this host, as torchrun and other launchers set it, or else 1."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(count) if count.isdecimal() else None
+    return max(1, int(count)) if count.isdecimal() else 1
 
 
 def processes_with(*marks: str) -> list[int]:

@@ -121,6 +121,8 @@ class GraphNames:
         self._text: str | None = None
         self.noting = False
         """True while a graph is captured whose kernels get our names."""
+        self.graphs = False
+        """True once the process has captured a graph."""
         self._off = False
 
     @property

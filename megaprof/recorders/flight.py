@@ -23,6 +23,7 @@ import numpy as np
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import Arrivals, pack_arrivals
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
+from megaprof.formats.phrases import Unanswerable
 from megaprof.recorders.timeline_steps import Place
 from megaprof.runtime.isolation import logger
 
@@ -57,13 +58,9 @@ _calls = msgspec.json.Decoder(_Ring[Call], strict=False).decode
 _entries = msgspec.json.Decoder(_Ring[Entry], strict=False).decode
 
 
-class NoFlightRecorder(Exception):
-    """No flight recorder can be read. The message says why."""
-
-
 def entries() -> list[Entry]:
     """Returns the collectives that this process has called, in the order of the calls, as far back as the rings go.
-    Returns an empty list if torch keeps none. Raises NoFlightRecorder."""
+    Returns an empty list if torch keeps none. Raises Unanswerable."""
     return _read(_entries)
 
 
@@ -123,14 +120,14 @@ def _read(decode: Callable[[bytes], _Ring[_C]]) -> list[_C]:
     readers = [(handler, getattr(module, name)) for handler, name in _RINGS if hasattr(module, name)]
     if not readers:
         version = getattr(sys.modules.get("torch"), "__version__", "")
-        raise NoFlightRecorder(f"torch {version} has no flight recorder that can be read")
+        raise Unanswerable(f"torch {version} has no flight recorder that can be read")
     try:
         rings = [decode(_handled(module, handler) or function(True, False)).entries for handler, function in readers]
         rings = [entries for entries in rings if entries]
     except msgspec.MsgspecError as fault:
-        raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None
+        raise Unanswerable(f"torch's flight recorder has another format: {fault}") from None
     except (TypeError, RuntimeError) as fault:
-        raise NoFlightRecorder(f"torch's flight recorder cannot be read: {fault}") from None
+        raise Unanswerable(f"torch's flight recorder cannot be read: {fault}") from None
     if len(rings) < 2:
         return rings[0] if rings else []
     return sorted((entry for ring in rings for entry in ring), key=lambda entry: entry.time_created_ns)
@@ -214,7 +211,7 @@ class Reading:
         began = time.thread_time()
         try:
             entries = calls()
-        except NoFlightRecorder as missing:
+        except Unanswerable as missing:
             self._off = True
             self._warn(str(missing))
             return []

@@ -133,7 +133,7 @@ class TorchRecorder:
                 experimental_config=experimental,
             )
         self._prepared.prepare_trace()
-        cupti.prepared()
+        _keep_cupti()
         self._watch.apply(_TORCH, "_prepare_profiler", lambda prepare: partial(self._prepares_another, prepare))
 
     def _prepares_another(self, prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -156,7 +156,7 @@ class TorchRecorder:
         final = window.path(self._directory, TRACE_SUFFIX)
         raw = self._writer.raw_path(final)
         of = None if waited is None else 1000 * waited.waited
-        behind = cupti.ends() if window.final and "cuda" in self._recorded else None
+        behind = _detach_cupti() if window.final and "cuda" in self._recorded else None
         how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of, behind)
         metadata = {**metadata, "profiler": asdict(how)}
         try:
@@ -281,11 +281,12 @@ def _stop(recording: profile) -> None:
 
 _TEARDOWN, _NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
 _SINCE = 12, 6
+_detaches = False  # whether the variable is ours
 
 
-class Cupti:
-    """What is known of CUPTI in this process. Detaches it behind the last window, so that the job is as quick as
-    before.
+def _detach_cupti() -> str:
+    """Has the session that ends now detach CUPTI from this process, so that the job is as quick as before. Returns
+    ``detached``, or why it does not.
 
     Kineto leaves CUPTI attached when a session ends, and all that launches kernels is then slower for the rest of the
     run (pytorch/pytorch#144455). A session that ends while ``TEARDOWN_CUPTI`` is 1 in the process's environment
@@ -296,32 +297,25 @@ class Cupti:
     has been prepared again, because it attaches CUPTI again only then. CUDA graphs crashed after that before CUDA 12.6
     (pytorch/pytorch#151124); nobody promises that they do not any more, so processes with graphs keep CUPTI.
     """
-
-    def __init__(self) -> None:
-        self.graphs = False
-        self._set = False  # whether the variable is ours
-
-    def prepared(self) -> None:
-        """Notes that Kineto has been prepared. The session does not detach CUPTI unless `ends` says so."""
-        if self._set:
-            self._set = False
-            os.environ.pop(_TEARDOWN, None)
-
-    def ends(self) -> str:
-        """Has the session that ends now detach CUPTI. Returns ``detached``, or why it does not."""
-        for name in (_TEARDOWN, _NO_RETURN):
-            if name in os.environ:
-                return f"attached: {name}={os.environ[name]} is set"
-        version = tuple(map(int, str(torch.version.cuda or "0").split(".")[:2]))
-        if version < _SINCE:
-            return f"attached: CUDA {torch.version.cuda} is older than {'.'.join(map(str, _SINCE))}"
-        if self.graphs:
-            return "attached: the process has CUDA graphs"
-        self._set, os.environ[_TEARDOWN] = True, "1"
-        return "detached"
+    global _detaches
+    for name in (_TEARDOWN, _NO_RETURN):
+        if name in os.environ:
+            return f"attached: {name}={os.environ[name]} is set"
+    version = tuple(map(int, str(torch.version.cuda or "0").split(".")[:2]))
+    if version < _SINCE:
+        return f"attached: CUDA {torch.version.cuda} is older than {'.'.join(map(str, _SINCE))}"
+    if names.graphs:
+        return "attached: the process has CUDA graphs"
+    _detaches, os.environ[_TEARDOWN] = True, "1"
+    return "detached"
 
 
-cupti = Cupti()
+def _keep_cupti() -> None:
+    """Has the session that was just prepared leave CUPTI attached, unless `_detach_cupti` follows."""
+    global _detaches
+    if _detaches:
+        _detaches = False
+        os.environ.pop(_TEARDOWN, None)
 
 
 _TAIL = re.compile(rb'\s*\],\s*"traceName"')

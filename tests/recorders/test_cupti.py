@@ -15,48 +15,50 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand
 from megaprof.control.listener import Listener
 from megaprof.recorders import Recorder, Window, build_recorders, torch_profiler
-from megaprof.recorders.torch_profiler import Cupti, TorchRecorder, cupti
+from megaprof.recorders.emit import names
+from megaprof.recorders.torch_profiler import TorchRecorder, _detach_cupti, _keep_cupti
 
 TEARDOWN, NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
 
 
 @pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch) -> Cupti:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (TEARDOWN, NO_RETURN):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    return Cupti()
+    monkeypatch.setattr(names, "graphs", False)
+    monkeypatch.setattr(torch_profiler, "_detaches", False)
 
 
-def test_only_a_session_that_is_told_to_detaches_it(state: Cupti) -> None:
+def test_only_a_session_that_is_told_to_detaches_it(cuda: None) -> None:
     """The variable stays until Kineto has been prepared again: it attaches CUPTI again only while it is set."""
-    state.prepared()
+    _keep_cupti()
     assert TEARDOWN not in os.environ
-    assert state.ends() == "detached"
+    assert _detach_cupti() == "detached"
     assert os.environ[TEARDOWN] == "1"
-    state.prepared()
+    _keep_cupti()
     assert TEARDOWN not in os.environ
 
 
 @pytest.mark.parametrize(("name", "value"), [(TEARDOWN, "0"), (TEARDOWN, "1"), (NO_RETURN, "1")])
-def test_the_users_own_setting_wins(name: str, value: str, state: Cupti, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_setting_wins(name: str, value: str, cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert state.ends() == f"attached: {name}={value} is set"
-    state.prepared()
+    assert _detach_cupti() == f"attached: {name}={value} is set"
+    _keep_cupti()
     assert {key: os.environ[key] for key in (TEARDOWN, NO_RETURN) if key in os.environ} == {name: value}
 
 
 @pytest.mark.parametrize("version", ["12.4", "11.8", None])
-def test_older_versions_keep_it(version: str | None, state: Cupti, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_versions_keep_it(version: str | None, cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
-    assert state.ends().startswith("attached: ")
+    assert _detach_cupti().startswith("attached: ")
     assert TEARDOWN not in os.environ
 
 
-def test_a_process_with_graphs_keeps_it(state: Cupti) -> None:
-    state.graphs = True
-    assert state.ends() == "attached: the process has CUDA graphs"
+def test_a_process_with_graphs_keeps_it(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "graphs", True)
+    assert _detach_cupti() == "attached: the process has CUDA graphs"
     assert TEARDOWN not in os.environ
 
 
@@ -117,13 +119,12 @@ def test_a_request_has_a_last_window_too(
 
 
 def test_the_metadata_say_what_became_of_it(
-    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Cupti
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:
     """With a GPU; here Kineto records none, and only the environment of this process is looked at."""
     from megaprof.analysis.trace.traces import find_traces, read_trace
 
     monkeypatch.setattr(torch_profiler, "_cuda", lambda: True)
-    monkeypatch.setattr(cupti, "graphs", False)
     seen = []
     stop = torch_profiler._stop
     monkeypatch.setattr(
@@ -136,14 +137,14 @@ def test_the_metadata_say_what_became_of_it(
     assert seen == [None, "1"]
     profilers = [read_trace(path).metadata.profiler for path in sorted(find_traces(tmp_path))]
     assert [each.cupti for each in profilers if each is not None] == [None, "detached"]
-    cupti.prepared()
+    _keep_cupti()
     assert TEARDOWN not in os.environ
 
 
 GRAPH = """
 import sys, torch
 from megaprof import ProfileConfig, install_hooks
-from megaprof.recorders.torch_profiler import cupti
+from megaprof.recorders.emit import names
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 init_distributed()
 torch.cuda.graph.__enter__ = lambda graph: graph
@@ -151,10 +152,10 @@ torch.cuda.graph.__exit__ = lambda graph, *exception: None
 with cpu_megatron():
     gpt = build(GPTWorkload())
     with install_hooks(gpt.chunks, ProfileConfig(("train_actor",), sys.argv[1], activities=("cpu",))):
-        before = cupti.graphs
+        before = names.graphs
         with object.__new__(torch.cuda.graph):
             pass
-        print(before, cupti.graphs)
+        print(before, names.graphs)
 """
 
 

@@ -11,6 +11,7 @@ import pytest
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import Groups, unpack_arrivals, unpack_json
 from megaprof.formats.flight import Entry, Flight, GroupConfig
+from megaprof.formats.phrases import Unanswerable
 from megaprof.recorders import flight
 from megaprof.recorders.flight import Reading
 
@@ -62,7 +63,7 @@ def test_both_rings_are_read_in_the_order_of_the_calls(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("held", [module(), module(_dump_fr_trace_json=b"{}"), module(_dump_fr_trace_json=b"[")])
 def test_what_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch, held: Any) -> None:
     monkeypatch.setattr(flight, "_module", lambda: held)
-    with pytest.raises(flight.NoFlightRecorder, match="flight recorder"):
+    with pytest.raises(Unanswerable, match="flight recorder"):
         flight.entries()
 
 
@@ -184,7 +185,7 @@ def test_what_is_missing_is_said_once(
     if entries is None:
 
         def none() -> list[Entry]:
-            raise flight.NoFlightRecorder("none here")
+            raise Unanswerable("none here")
 
         monkeypatch.setattr(flight, "calls", none)
     for _ in range(2):

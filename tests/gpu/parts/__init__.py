@@ -55,7 +55,7 @@ PARTS = {
         alone=True,
         ranks=True,
     ),
-    "marks": Part("what one mark of the timeline takes in C and in Python, against the bare event", alone=True),
+    "marks": Part("what one mark of the timeline takes, against torch's own and the bare event", alone=True),
     "pipeline": Part(
         "PP=2: the slow stage, what-if against a re-run, what the profiler's start takes", alone=True, ranks=True
     ),
