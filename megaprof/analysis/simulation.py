@@ -160,12 +160,10 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
 
     needed, links = list[int](), list[int]()  # by transfer: the pass that needs its data, and the link that it takes
     for stage, chunk, kind in product(range(stages), range(chunks), kinds):
-        source = schedule.placement.producer(kind, stage, chunk)
-        if source is not None and source[0] != stage:
-            low, high = sorted((source[0], stage))
+        if (link := schedule.placement.link(kind, stage, chunk)) is not None:
             begin = node(stage, PassId(kind, chunk, 0))
             needed += range(begin, begin + microbatches)
-            links += [low if high == low + 1 else high] * microbatches
+            links += [link] * microbatches
     count, transfer_of = first_transfer + len(needed), {needing: first_transfer + n for n, needing in enumerate(needed)}
     edges = _edges(schedule, node, transfer_of, rendezvous=rendezvous)
     inputs, input_counts = _neighbours(edges[1], edges[0], count)

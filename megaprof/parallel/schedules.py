@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 from megaprof.parallel.topology import checked_number
@@ -153,6 +153,15 @@ class Placement(NamedTuple):
         """Returns the stage and chunk where the input of a forward or backward comes from; None for the model's first
         forward, and for the backward that follows the loss."""
         return None if kind == "weight" else self._neighbour(stage, chunk, -1 if kind == "forward" else 1)
+
+    def link(self, kind: str, stage: int, chunk: int) -> int | None:
+        """Returns the link over which the input of a pass comes, by the stage before it; the last stage's leads to the
+        first. None if it comes from no other stage."""
+        source = self.producer(kind, stage, chunk)
+        if source is None or source[0] == stage:
+            return None
+        low, high = sorted((source[0], stage))
+        return low if high == low + 1 else high
 
     def beside(self, stage: int) -> tuple[int | None, int | None]:
         """Returns the stages before and after ``stage``. At an end of the pipeline, one of them is the other end if
@@ -402,51 +411,40 @@ def _exchange(**transfers: PassId | None) -> tuple[SendReceive, Wait]:
 
 
 def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> Program:
-    is_first, is_last = stage == 0, stage == schedule.stages - 1
-    forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
-
-    program: Program = []
-    for forward in forwards[:warmup]:
-        received, sent = (None if is_first else forward), (None if is_last else forward)
-        program += [*_exchange(recv_prev=received), forward, *_exchange(send_next=sent)]
-    remaining = len(forwards) - warmup
-    if remaining:
-        program += _exchange(recv_prev=None if is_first else forwards[warmup])
-    for index in range(remaining):
-        forward, backward = forwards[warmup + index], backwards[index]
-        following = None if is_first or index == remaining - 1 else forwards[warmup + index + 1]
-        program += [forward, *([] if is_last else _exchange(send_next=forward, recv_next=backward))]
-        program += [backward, *_exchange(send_prev=None if is_first else backward, recv_prev=following)]
-    if not schedule.forward_only:
-        for backward in backwards[remaining:]:
-            received, sent = (None if is_last else backward), (None if is_first else backward)
-            program += [*_exchange(recv_next=received), backward, *_exchange(send_prev=sent)]
+    alternates, placement, program = schedule.warmup(stage) < schedule.microbatches, schedule.placement, Program()
+    sending = {kind for kind in schedule.kinds if placement.consumer(kind, stage, 0) is not None}
+    receiving = {kind for kind in schedule.kinds if placement.producer(kind, stage, 0) is not None}
+    for before, which in pairwise([None, *phase_order(schedule, stage), None]):
+        sent = {SENDS[before.kind]: before} if before and before.kind in sending else {}
+        received = {RECEIVES[which.kind]: which} if which and which.kind in receiving else {}
+        # Where forwards and backwards alternate, one exchange takes a result away and brings the next input.
+        if alternates and before and which and before.kind != which.kind:
+            program += _exchange(**sent, **received)
+        else:
+            program += [*_exchange(**sent), *_exchange(**received)]
+        program += [which] if which else []
     return program
 
 
 def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
-    stages, last_chunk = schedule.stages, schedule.chunks - 1
-    is_first, is_last = stage == 0, stage == stages - 1
-    forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
-    total = len(forwards)
-    all_in_warmup = warmup == total
+    stages, warmup, overlap = schedule.stages, schedule.warmup(stage), schedule.overlap
+    forwards, backwards = forward_order(schedule), backward_order(schedule)
+    total, placement, done = len(forwards), schedule.placement, Counter[str]()
+    takes_over = {"forward": stage == 0, "backward": stage == stages - 1}  # from the far end of the pipeline
 
-    def consumer(phase: PassId) -> PassId | None:
-        """Returns the pass on the next stage (for a backward, the previous one) that waits for ``phase``'s result."""
-        stage_and_chunk = schedule.placement.consumer(phase.kind, stage, phase.chunk)
-        return None if stage_and_chunk is None else phase._replace(chunk=stage_and_chunk[1])
+    def consumer(which: PassId, stage: int = stage) -> PassId | None:
+        """Returns the pass that needs the result of ``which``, as numbered on its own stage; None if none does."""
+        place = placement.consumer(which.kind, stage, which.chunk)
+        return None if place is None else which._replace(chunk=place[1])
 
-    def received(order: tuple[PassId, ...], index: int) -> PassId | None:
-        """Returns what arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the
-        stage that takes over from the far end of the pipeline, what that end has computed stages - 1 phases ago."""
-        forward = order is forwards
-        if not (is_first if forward else is_last):
-            return order[index + 1] if index + 1 < total else None
-        if index < stages - 1:
+    def received(which: PassId) -> PassId | None:
+        """Returns what arrives in the exchange after a pass: the input of the next one of its kind or, on the stage
+        that takes over from the far end, what that end has computed stages - 1 passes ago."""
+        order, index = forwards if which.kind == "forward" else backwards, done[which.kind]
+        done[which.kind] += 1
+        if index == total - 1 or (takes_over[which.kind] and index < stages - 1):
             return None
-        produced = order[index - (stages - 1)]
-        chunk = produced.chunk + (1 if forward else -1)
-        return produced._replace(chunk=chunk) if 0 <= chunk <= last_chunk else None
+        return consumer(order[index - (stages - 1)], stages - 1 - stage) if takes_over[which.kind] else order[index + 1]
 
     program: Program = []
     under_way = {name: deque[PassId]() for name in SendReceive._fields}  # begun, and not waited for
@@ -460,68 +458,44 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
         if under_way[name]:
             program.append(Wait(SendReceive(**{name: under_way[name].popleft()})))
 
-    def before(which: PassId) -> None:
-        if schedule.placement.producer(which.kind, stage, which.chunk) is not None:
-            wait(RECEIVES[which.kind])
+    def run(*passes: PassId, alone: bool = False, gradient: PassId | None = None) -> None:
+        """Adds passes and what is exchanged for them. ``alone``: before or after those that alternate; ``gradient``:
+        an input of the first backward that arrives as well."""
+        sent = {SENDS[which.kind]: consumer(which) for which in passes}
+        arriving = {RECEIVES[which.kind]: received(which) for which in passes}
+        for which in passes:
+            if placement.producer(which.kind, stage, which.chunk) is not None:
+                wait(RECEIVES[which.kind])
+        if overlap == "none" or (alone and overlap != "all"):
+            arriving |= {"recv_next": gradient} if gradient else {}
+            program.extend([*passes, *_exchange(**sent, **arriving)])
+            return
+        if alone and not takes_over[passes[0].kind]:
+            begin(**arriving)
+            arriving = {}
+        program.extend(passes)
+        for which in passes:
+            name, receive = SENDS[which.kind], RECEIVES[which.kind]
+            begin(**{name: sent[name], receive: arriving.get(receive)})
+            # What the stage sent the last time is waited for.
+            kept = sent[name] is not None and not (schedule.frees and which.kind == "forward")
+            while len(under_way[name]) > kept:
+                wait(name)
 
-    def after(which: PassId, received: PassId | None) -> None:
-        """Begins an exchange beside passes, and waits for what the stage sent the last time."""
-        sent, name = consumer(which), SENDS[which.kind]
-        begin(**{name: sent, RECEIVES[which.kind]: received})
-        kept = sent is not None and not (schedule.frees and which.kind == "forward")
-        while len(under_way[name]) > kept:
-            wait(name)
-
-    overlaps, everywhere = schedule.overlap != "none", schedule.overlap == "all"
-    first_gradient = None if is_last else backwards[0]
-    program += _exchange(recv_prev=None if is_first else forwards[0])
+    first_gradient = None if stage == stages - 1 or schedule.forward_only else backwards[0]
+    program += _exchange(recv_prev=None if stage == 0 else forwards[0])
     for index, forward in enumerate(forwards[:warmup]):
-        is_turning_point = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
-        following = received(forwards, index) if index < total - 1 else None
-        if everywhere:
-            before(forward)
-            if not is_first:
-                begin(recv_prev=following)
-            program.append(forward)
-            after(forward, following if is_first else None)
-        else:
-            program.append(forward)
-            gradient = first_gradient if is_turning_point and not overlaps else None
-            program += _exchange(send_next=consumer(forward), recv_prev=following, recv_next=gradient)
-        if is_turning_point and overlaps:
-            begin(recv_next=first_gradient)
-    for index, (forward, backward) in enumerate(zip(forwards[warmup:], backwards, strict=False)):
-        following = received(forwards, warmup + index) if warmup + index < total - 1 else None
-        gradient = received(backwards, index) if index < total - 1 else None
-        if not overlaps:
-            program += [forward, backward]
-            sent = {"send_next": consumer(forward), "send_prev": consumer(backward)}
-            program += _exchange(**sent, recv_prev=following, recv_next=gradient)
-        elif schedule.combined:
-            before(forward)
-            before(backward)
-            program += [forward, backward]
-            after(forward, following)
-            after(backward, gradient)
-        else:
-            for which, arriving in ((forward, following), (backward, gradient)):
-                before(which)
-                program.append(which)
-                after(which, arriving)
-    if schedule.forward_only:
-        return program
-    if all_in_warmup:
+        turning = index == warmup - 1 < total - 1
+        run(forward, alone=True, gradient=first_gradient if turning and overlap == "none" else None)
+    if warmup == total:
         program += _exchange(recv_next=first_gradient)
-    for index in range(total - warmup, total):
-        backward, gradient = backwards[index], received(backwards, index) if index < total - 1 else None
-        before(backward)
-        if everywhere and not is_last:
-            begin(recv_next=gradient)
-        program.append(backward)
-        if everywhere:
-            after(backward, gradient if is_last else None)
-        else:
-            program += _exchange(send_prev=consumer(backward), recv_next=gradient)
+    elif overlap != "none":
+        begin(recv_next=first_gradient)
+    for pair in zip(forwards[warmup:], backwards, strict=False):
+        for passes in [pair] if schedule.combined or overlap == "none" else [pair[:1], pair[1:]]:
+            run(*passes)
+    for backward in () if schedule.forward_only else backwards[total - warmup :]:
+        run(backward, alone=True)
     wait("send_prev")
     return program
 

@@ -268,8 +268,8 @@ def links(table: Table, replay: Replay) -> Floats:
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
-    for sender, receiver, kind, took in _met(table, replay.rendezvous) if table.clocks else ():
-        samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
+    for link, kind, took in _met(table, replay.rendezvous) if table.clocks else ():
+        samples[link].setdefault(kind, []).append(took)
     values = np.full((t, d, s), np.nan)
     for number, by_kind in enumerate(samples):
         quartiles = []
@@ -291,21 +291,19 @@ def receivers(schedule: PipelineSchedule) -> npt.NDArray[np.bool_]:
     """Returns which passes get their input over each link, [link, s, c, k]."""
     received = np.zeros((schedule.stages, schedule.stages, schedule.chunks, len(schedule.kinds)), dtype=bool)
     for stage, chunk, kind in np.ndindex(received.shape[1:]):
-        source = schedule.placement.producer(schedule.kinds[kind], stage, chunk)
-        if source is not None and source[0] != stage:
-            received[_link(source[0], stage, schedule.stages), stage, chunk, kind] = True
+        if (link := schedule.placement.link(schedule.kinds[kind], stage, chunk)) is not None:
+            received[link, stage, chunk, kind] = True
     return received
 
 
 _Transfer = tuple[int, int, PassId]
 """Sender, receiver, and the pass there that needs what is sent."""
-_Sample = tuple[int, int, str, Floats]
-"""Sender, receiver, kind of pass, and milliseconds [t, d]; NaN if the receiver waited for something else."""
 
 
-def _met(table: Table, held: bool) -> Iterator[_Sample]:
-    """Yields the samples of stages that exchange. ``held``: whether a sender waits for its receiver."""
-    stages, kinds = table.schedule.stages, table.schedule.kinds
+def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
+    """Yields a link, a kind of pass that gets its input over it, and what an exchange took there in milliseconds,
+    [t, d]; NaN where the receiver waited for something else. ``held``: whether a sender waits for its receiver."""
+    stages, kinds, placement = table.schedule.stages, table.schedule.kinds, table.schedule.placement
 
     def of(times: Floats, stage: int, which: PassId) -> Floats:
         """Returns the times of a pass, [t, d]."""
@@ -332,9 +330,10 @@ def _met(table: Table, held: bool) -> Iterator[_Sample]:
                 for transfer in step.transfers(stage, stages):
                     came.setdefault(transfer, {})[stage] = there
     for stage, following, since, awaited in waits:
+        link = placement.link(following.kind, stage, following.chunk)
         # An input for a later pass is of no use here: that pass began some time after the exchange.
-        own = next((transfer for transfer in awaited if transfer[1:] == (stage, following)), None)
-        if own is None or any(len(came[transfer]) != 2 for transfer in awaited):
+        has_own = any(transfer[1:] == (stage, following) for transfer in awaited)
+        if link is None or not has_own or any(len(came[transfer]) != 2 for transfer in awaited):
             continue
         if held:
             later = {transfer: np.maximum(*came[transfer].values()) for transfer in awaited}
@@ -343,14 +342,8 @@ def _met(table: Table, held: bool) -> Iterator[_Sample]:
         # The exchange ended with the last of its transfers, which may have been that of another link.
         last = reduce(np.maximum, later.values())
         waited = last >= since
-        for (sender, receiver, _), ends in later.items():
-            if _link(sender, receiver, stages) != _link(own[0], stage, stages):
+        for (_, receiver, which), ends in later.items():
+            if placement.link(which.kind, receiver, which.chunk) != link:
                 waited &= last > ends
-        took = np.maximum(of(table.start, *own[1:]) - last, 0.0)
-        yield own[0], stage, own[2].kind, np.where(waited, took, np.nan)
-
-
-def _link(sender: int, receiver: int, stages: int) -> int:
-    """Returns the number of the link between two stages: the lower stage, or the last one if it leads to the first."""
-    low, high = sorted((sender, receiver))
-    return low if high == low + 1 else stages - 1
+        took = np.maximum(of(table.start, stage, following) - last, 0.0)
+        yield link, following.kind, np.where(waited, took, np.nan)
