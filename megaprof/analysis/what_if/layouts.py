@@ -223,34 +223,21 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
     # Megatron-LM counts the chunks of a layout itself, and refuses the option beside it. verl does not count them.
     pieces = [len(parse_layout(value, stages)) for flag, value in given if flag == _LAYOUT]
     given += [(_VIRTUAL, str(count // stages)) for count in pieces if count > stages]
-    fields = [(_FIELDS[flag], value) for flag, value in given]
     if framework == "ms-swift":
-        named = (
-            (name if name == _CHUNKS else flag[2:].replace("-", "_"), value)
-            for (flag, _), (name, value) in zip(given, fields, strict=True)
-        )
-        return tuple(
-            word for name, value in named for word in (f"--{name}", value.lower() if value == "True" else value)
-        )
+        words = ((_CHUNKS if flag == _VIRTUAL else flag[2:].replace("-", "_"), value) for flag, value in given)
+        return tuple(chain.from_iterable((f"--{name}", value.replace("True", "true")) for name, value in words))
     if framework == "megatron-bridge":
-        return tuple(f"model.{name}={_quoted(value)}" for name, value in fields)
-    if framework == "verl":
-        engine = _VERL.get(role, "actor_rollout_ref.actor.megatron")
-        return tuple(
-            f"{engine}.{name}={value}"
-            if name in _OWN["verl"]
-            else f"++{engine}.override_transformer_config.{name}={_quoted(value)}"
-            for name, value in fields
-        )
-    if framework == "skyrl" and all(name != _CHUNKS for name, _ in fields):
-        place = _SKYRL.get(role or "", "trainer.policy.megatron_config")
-        return tuple(
-            f"{place}.{name}={value}"
-            if name in _OWN["skyrl"]
-            else f"{place}.transformer_config_kwargs.{name}={_quoted(value)}"
-            for name, value in fields
-        )
-    return None
+        own = other = "model"
+    elif framework == "verl":
+        own = _VERL.get(role, "actor_rollout_ref.actor.megatron")
+        other = f"++{own}.override_transformer_config"
+    elif framework == "skyrl" and all(flag != _VIRTUAL for flag, _ in given):
+        own = _SKYRL.get(role or "", "trainer.policy.megatron_config")
+        other = f"{own}.transformer_config_kwargs"
+    else:
+        return None
+    fields = ((_FIELDS[flag], value) for flag, value in given)
+    return tuple(f"{own if name in _OWN.get(framework, ()) else other}.{name}={_quoted(value)}" for name, value in fields)
 
 
 def _quoted(value: str) -> str:
