@@ -23,10 +23,11 @@ evaluated one after another, each with a few numpy calls over its nodes and over
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, chain, product
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ from megaprof.parallel.schedules import (
 )
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
+_Rows: TypeAlias = npt.NDArray[np.intp]
 
 #: The most node ends in memory at once, over all steps: 32 MB. Further steps are evaluated afterwards.
 _MOST_HELD = 1 << 22
@@ -164,18 +166,24 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
             begin = node(stage, PassId(kind, chunk, 0))
             needed += range(begin, begin + microbatches)
             links += [link] * microbatches
-    count, transfer_of = first_transfer + len(needed), {needing: first_transfer + n for n, needing in enumerate(needed)}
-    edges = _edges(schedule, node, transfer_of, rendezvous=rendezvous)
-    inputs, input_counts = _neighbours(edges[1], edges[0], count)
-    inputs = np.where(inputs < count, inputs, inputs[:1])  # a node with fewer inputs repeats its first one
-    rows, levels = _levelled(input_counts, _neighbours(*edges, count)[0])
-    passes = slice(stages, first_transfer)
+    transfer_of = {needing: first_transfer + number for number, needing in enumerate(needed)}
+    inputs = _inputs(schedule, node, transfer_of, first_transfer + len(needed), rendezvous=rendezvous)
+    levels = _levels(inputs)
+    rows = np.argsort(np.concatenate(levels))
+
+    def inputs_of(nodes: Sequence[int]) -> _Rows:
+        """Returns the rows that some nodes wait for, [most, node]. One that waits for fewer repeats its first."""
+        several = [inputs[each] for each in nodes]
+        most = max(map(len, several))
+        return np.asarray(rows[[[*each, *each[:1] * (most - len(each))] for each in several]].T)
+
+    begins, passes = accumulate(map(len, levels)), range(stages, first_transfer)
     return Replay(
         schedule,
         rendezvous,
-        tuple((begin, begin + len(level), rows[inputs[: input_counts[level].max(), level]]) for begin, level in levels),
+        tuple((begin, begin + len(level), inputs_of(level)) for begin, level in zip(begins, levels[1:], strict=False)),
         rows[passes],
-        rows[inputs[: input_counts[passes].max(), passes]],
+        inputs_of(passes),
         rows[[node(stage, turns(schedule, stage)[-1][-1]) for stage in range(stages)]],
         rows[first_transfer:],
         np.array(links, dtype=np.intp),
@@ -205,24 +213,26 @@ def rescheduled(replay: Replay, chunks: int, microbatches: int) -> Replay:
     return compiled(checked, replay.rendezvous)
 
 
-_Places = npt.NDArray[np.intp]
-
-
-def _edges(
-    schedule: PipelineSchedule, node: Callable[[int, PassId], int], transfer_of: Mapping[int, int], *, rendezvous: bool
-) -> tuple[_Places, _Places]:
-    """Returns nodes, and for each of them a node that waits for it. The passes of a stage, and what it begins between
+def _inputs(
+    schedule: PipelineSchedule,
+    node: Callable[[int, PassId], int],
+    transfer_of: Mapping[int, int],
+    count: int,
+    *,
+    rendezvous: bool,
+) -> list[list[int]]:
+    """Returns, for each of ``count`` nodes, those that it waits for. The passes of a stage, and what it begins between
     them, wait for the pass before and for the transfers that the stage has waited for since. A transfer waits for its
     sender to begin it and, if exchanges are a ``rendezvous``, for its receiver too.
 
     ``node``: the node of a pass on a stage. ``transfer_of``: the node of a transfer, by that of the pass that needs it.
     """
-    edges: list[tuple[int, int]] = []
+    inputs: list[list[int]] = [[] for _ in range(count)]
     for stage in range(schedule.stages):
         awaited, before = [stage], None
         for step in stage_program(schedule, stage):
             if isinstance(step, PassId):
-                edges += [(earlier, node(stage, step)) for earlier in awaited]
+                inputs[node(stage, step)] += awaited
                 awaited, before = [node(stage, step)], None
                 continue
             is_wait, transfers = (True, step.transfers) if isinstance(step, Wait) else (False, step)
@@ -232,50 +242,32 @@ def _edges(
                 if rendezvous or (receiver == stage) == is_wait
             ]
             if not is_wait:
-                edges += [(earlier, transfer) for transfer in counted for earlier in awaited]
+                for transfer in counted:
+                    inputs[transfer] += awaited
             elif rendezvous and transfers == before:  # which wait for what the stage has waited for
                 awaited = counted
             else:
                 awaited = awaited + counted
             before = transfers
-    sources, targets = np.array(edges).T
-    return sources, targets
+    return inputs
 
 
-def _neighbours(nodes: _Places, other_ends: _Places, count: int) -> tuple[_Places, _Places]:
-    """Returns the other ends of the edges of each of ``count`` nodes, [most, node], filled up with ``count``; and the
-    number of edges of each node, [node]."""
-    order = np.argsort(nodes, kind="stable")
-    counts = np.bincount(nodes, minlength=count)
-    table = np.full((counts.max(), count), count)
-    table[np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts), nodes[order]] = other_ends[order]
-    return table, counts
-
-
-def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int, _Places]]]:
-    """Returns the row of each node in a table that is sorted by level; and for each level but the first, its first row
-    and its nodes.
-
-    ``inputs``, [node]: the number of nodes that a node waits for. ``users``: the nodes that wait for it, as
-    `_neighbours` returns them.
-    """
-    count = len(inputs)
-    inputs_left, place_of = np.append(inputs, count), np.empty(count + 1, dtype=np.intp)
-    levels = [np.flatnonzero(inputs == 0)]
-    while len(levels[-1]):
-        nodes = users[:, levels[-1]].ravel()
-        np.subtract.at(inputs_left, nodes[nodes < count], 1)
-        nodes = nodes[inputs_left[nodes] == 0]
-        places = np.arange(len(nodes))
-        place_of[nodes] = places
-        levels.append(nodes[place_of[nodes] == places])  # once, however many inputs came last
-    order = np.concatenate(levels)
-    if len(order) != count:
+def _levels(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the nodes of each level, from the ``inputs`` of each node."""
+    left, users = list(map(len, inputs)), defaultdict[int, list[int]](list)
+    for node, earlier in enumerate(inputs):
+        for each in earlier:
+            users[each].append(node)
+    levels = [[node for node, count in enumerate(left) if not count]]
+    while levels[-1]:
+        levels.append([])
+        for user in chain.from_iterable(users[node] for node in levels[-2]):
+            left[user] -= 1
+            if not left[user]:
+                levels[-1].append(user)
+    if any(left):
         raise RuntimeError("the stages of a schedule wait for each other; please report this")
-    rows = np.empty(count, dtype=np.intp)
-    rows[order] = np.arange(count)
-    begins = np.cumsum([len(level) for level in levels])
-    return rows, list(zip(begins.tolist(), levels[1:-1], strict=False))
+    return levels[:-1]
 
 
 Times = Sequence[Sequence[Any]]

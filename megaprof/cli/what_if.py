@@ -104,7 +104,7 @@ def answer_to(
     return WhatIfAnswer(
         *target_report.key,
         what=name_of(choice.prediction, target_report.what_if),
-        measured_ms=changeable.baseline.measured_ms,
+        measured_ms=changeable.baseline.step_ms,
         microbatches=choice.setting.microbatches,
         prediction=choice.prediction,
         bubble=after.bubble,

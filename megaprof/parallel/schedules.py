@@ -397,17 +397,16 @@ def stage_program(schedule: PipelineSchedule, stage: int) -> Program:
     """Returns the passes of `phase_order` with the exchanges between them. Calls that neither send nor receive are left
     out, and so is waiting for nothing."""
     if schedule.name == "interleaved":
-        program = _interleaved_program(schedule, stage)
-    elif schedule.name in SPLIT_SCHEDULES:
-        program = _split_program(schedule, stage)
-    else:
-        program = _one_forward_one_backward_program(schedule, stage)
-    return [step for step in program if step not in (SendReceive(), Wait(SendReceive()))]
+        return _interleaved_program(schedule, stage)
+    if schedule.name in SPLIT_SCHEDULES:
+        return _split_program(schedule, stage)
+    return _one_forward_one_backward_program(schedule, stage)
 
 
-def _exchange(**transfers: PassId | None) -> tuple[SendReceive, Wait]:
-    """Returns an exchange that the stage waits for at once."""
-    return SendReceive(**transfers), Wait(SendReceive(**transfers))
+def _exchange(**transfers: PassId | None) -> Program:
+    """Returns an exchange that the stage waits for at once; nothing if there is nothing to transfer."""
+    exchange = SendReceive(**transfers)
+    return [exchange, Wait(exchange)] if any(exchange) else []
 
 
 def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> Program:
@@ -450,9 +449,10 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     under_way = {name: deque[PassId]() for name in SendReceive._fields}  # begun, and not waited for
 
     def begin(**transfers: PassId | None) -> None:
-        program.append(SendReceive(**transfers))
-        for name, which in transfers.items():
-            under_way[name].extend([which] if which else [])
+        there = {name: which for name, which in transfers.items() if which is not None}
+        program.extend([SendReceive(**there)] if there else [])
+        for name, which in there.items():
+            under_way[name].append(which)
 
     def wait(name: str) -> None:
         if under_way[name]:

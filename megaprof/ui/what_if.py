@@ -94,7 +94,7 @@ def answer(changeable: Changeable, target: TargetReport, query: Mapping[str, str
         options=options_of(target.framework, target.role, now.prediction.flags, stages),
         boxes=boxes(of_simulation(now.simulation)) | {"end": end},
         chunks=len(now.setting.pieces) // stages,
-        p2p=number_of(changeable.baseline.p2p_ms if p2p_ms is None else p2p_ms),
+        p2p=number_of(changeable.baseline.view.p2p_ms if p2p_ms is None else p2p_ms),
     )
 
 

@@ -245,7 +245,7 @@ def _run(words: list[str], place: Path, world: int, steps: int) -> tuple[Floats,
     (run,) = report.by_hand
     if run is None:
         raise SystemExit(f"{place}: {report.targets[0].what_if.warnings}")
-    return run.baseline.length[-steps:], report.targets[0].what_if.allocated
+    return run.baseline.table.length[-steps:], report.targets[0].what_if.allocated
 
 
 def _memory(made: Rehearsal, real: tuple[int, ...] | None) -> float | None:

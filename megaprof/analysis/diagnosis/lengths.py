@@ -112,10 +112,10 @@ def explain(run: Examined, costs: Floats, by_work: Floats) -> Lengths | None:
         return None
     scale = np.array([1.0, 1024.0, 1024.0**2])
     scaled, errors = costs[0] * scale, costs[1:].std(axis=0, ddof=1) * scale
-    numbers = np.ndindex(scaled.shape[:3]), scaled.reshape(-1, 3).tolist(), errors.reshape(-1, 3).tolist()
     of_passes = tuple(
-        PassCost(stage, chunk, table.schedule.kinds[k], fixed_ms, tokens_ms, squares_ms, tuple(errors_ms))
-        for (stage, chunk, k), (fixed_ms, tokens_ms, squares_ms), errors_ms in zip(*numbers, strict=True)
+        PassCost(s, c, table.schedule.kinds[k], fixed_ms, tokens_ms, squares_ms, tuple(errors[s, c, k].tolist()))
+        for s, c, k in np.ndindex(scaled.shape[:3])
+        for fixed_ms, tokens_ms, squares_ms in [scaled[s, c, k].tolist()]
     )
     squares, tokens = work[..., 2], work[..., 0]
     measured = table.passes.mean(axis=2).sum(axis=(2, 3)).reshape(-1)

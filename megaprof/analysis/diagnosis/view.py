@@ -170,6 +170,11 @@ class View:
         return self.replay.step_ms(self.passes, entry=self.entry, link=self.link)
 
     @property
+    def p2p_ms(self) -> float:
+        """Milliseconds of an exchange: the median of all links."""
+        return float(np.median(self.link)) if self.link.shape[-1] > 1 else 0.0
+
+    @property
     def step_ms(self) -> Floats:
         """The length of every step, replayed, [n]. All replicas wait for the slowest before they reduce gradients."""
         length: Floats = self.pipelines_ms.max(axis=1) + self.tail
@@ -312,10 +317,7 @@ def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
     came: dict[_Transfer, dict[int, Floats]] = {}
     waits: list[tuple[int, PassId, Floats, list[_Transfer]]] = []  # stage, its pass, since when it waited, for which
     for stage in range(stages):
-        there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
-        if not np.isnan(table.entry).any():
-            there = table.entry[:, :, stage]
-        awaited: list[_Transfer] = []
+        there, awaited = table.entry[:, :, stage], list[_Transfer]()
         for step in stage_program(table.schedule, stage):
             if isinstance(step, PassId):
                 waits.append((stage, step, there, awaited))
@@ -333,7 +335,7 @@ def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
         link = placement.link(following.kind, stage, following.chunk)
         # An input for a later pass is of no use here: that pass began some time after the exchange.
         has_own = any(transfer[1:] == (stage, following) for transfer in awaited)
-        if link is None or not has_own or any(len(came[transfer]) != 2 for transfer in awaited):
+        if link is None or not has_own:
             continue
         if held:
             later = {transfer: np.maximum(*came[transfer].values()) for transfer in awaited}

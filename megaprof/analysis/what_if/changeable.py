@@ -16,12 +16,13 @@ from functools import cached_property
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import OTHER_CHUNKS
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import Simulation, played, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Baseline, Change, Kind, Prediction, changed, priced
+from megaprof.analysis.what_if.changes import Change, Kind, Prediction, changed, longest, priced
 from megaprof.analysis.what_if.contents import Costs, Held, Memory, in_flight_layers
 from megaprof.analysis.what_if.contents import split as divided
 from megaprof.analysis.what_if.layouts import (
@@ -63,7 +64,7 @@ class Changeable:
     had allocated (None: not measured). Its ``sequences`` are None if they are not known, or if all microbatches are
     ``alike``: equally many tokens in equally long sequences."""
 
-    baseline: Baseline
+    baseline: Examined
     held: Held
     memory: Memory | None
     sequences: Sequences | None = None
@@ -82,7 +83,7 @@ class Changeable:
     @property
     def microbatches(self) -> int:
         """The number of microbatches in a step."""
-        return self.baseline.replay.schedule.microbatches
+        return self.baseline.view.replay.schedule.microbatches
 
     @property
     def captured(self) -> Setting:
@@ -95,14 +96,9 @@ class Changeable:
         return tried(self, self.captured)
 
     @cached_property
-    def in_flight(self) -> list[int]:
-        """For every stage, the largest number of layers times microbatches whose activations it holds at once."""
-        return in_flight_layers(self.pieces, self.baseline.replay.schedule)
-
-    @cached_property
     def costs(self) -> Costs:
         """The estimated costs of layers."""
-        return divided(self.baseline.content, self.held)
+        return divided(self.baseline.view.now[0], self.held)
 
     @cached_property
     def sure(self) -> Costs:
@@ -116,7 +112,7 @@ class Changeable:
 
     def change(self, setting: Setting) -> Change:
         """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""
-        replay = rescheduled(self.baseline.replay, len(setting.pieces) // self.stages, setting.microbatches)
+        replay = rescheduled(self.baseline.view.replay, len(setting.pieces) // self.stages, setting.microbatches)
         tokens = self.microbatches / setting.microbatches if setting.same_tokens else 1.0
         return Change(replay, tokens, setting.p2p_ms)
 
@@ -136,7 +132,7 @@ class Tried:
 def predicted(run: Changeable, kind: Kind, setting: Setting) -> tuple[Prediction, Floats]:
     """Predicts a setting with the captured packing, as `priced` does. Raises ValueError if Megatron has no such
     schedule."""
-    pieces, change, captured = setting.pieces, run.change(setting), run.baseline.replay.schedule
+    pieces, change, captured = setting.pieces, run.change(setting), run.baseline.view.replay.schedule
     unsure = OTHER_CHUNKS * (len(pieces) != len(run.pieces))
     estimated, sure, free = (costs.of(pieces) for costs in (run.costs, run.sure, run.free))
     prediction, gains = priced(run.baseline, kind, estimated, sure, free, change, unsure)
@@ -181,9 +177,9 @@ def tried(run: Changeable, wanted: Setting) -> Tried:
     change = run.change(wanted)
     if wanted.packing is not None:
         both = laid.step_ms
-        if (wanted.pieces, change) != (run.pieces, Change(run.baseline.replay)):  # predicted on top of what was laid
+        if (wanted.pieces, change) != (run.pieces, run.change(run.captured)):  # predicted on top of what was laid
             both = prediction.step_ms + laid.step_ms + Interval.of(-laid.step_ms.value)
-        took = Prediction.of("by_hand", asked.baseline.measured_ms, both)
+        took = Prediction.of("by_hand", asked.baseline.step_ms, both)
         prediction = replace(prediction, step_ms=took.step_ms, speedup=took.speedup)
     if not wanted.same_tokens:
         times = wanted.microbatches / run.microbatches
@@ -221,7 +217,7 @@ def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeabl
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
     prediction, steps = repacked(sequences, laid, packing)
-    return replace(run, baseline=steps.longest()), prediction
+    return replace(run, baseline=longest(steps)), prediction
 
 
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
@@ -248,7 +244,7 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     wanted = Setting(
         pieces,
         whole("microbatches", choices.get("microbatches"), captured.microbatches),
-        _milliseconds(choices.get("p2p"), run.baseline.p2p_ms),
+        _milliseconds(choices.get("p2p"), run.baseline.view.p2p_ms),
         choices.get("tokens", "same") != "more",
         packing,
     )
@@ -276,7 +272,7 @@ def stages_after(measured: TargetStages, run: Changeable, effect: Tried) -> Stag
     What a stage computes changes in proportion to its replayed passes. Its bubble grows by as much as the stage idles
     longer in the replay, and shrinks in proportion: the tables and the replay need not agree on how long it idles.
     """
-    measured_ms = run.baseline.measured_ms
+    measured_ms = run.baseline.step_ms
     step = effect.prediction.step_ms.value / measured_ms
     compute, bubbles = list[float | None](), list[float | None]()
     for stage in measured.stages:

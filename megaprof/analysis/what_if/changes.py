@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined, more_steps
 from megaprof.analysis.diagnosis.policy import LEAST, REPLAYED, RERUN
@@ -101,51 +100,15 @@ class Change:
     exchanges: float = 1.0
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The captured steps that changes are compared with: ``view`` has all of them, ``draws`` the step of each draw in
-    ``rows`` [draw], with the contents of that draw. ``length`` [n] is the measured step in milliseconds, and ``missed``
-    the fraction by which the replay misses the average step."""
-
-    view: View
-    draws: View
-    rows: npt.NDArray[np.intp]
-    length: Floats
-    missed: float
-
-    @classmethod
-    def of(cls, run: Examined) -> Baseline:
-        """Returns the steps of a run as they were examined."""
-        return cls(run.view, run.drawn, run.rows, run.table.length, run.missed)
-
-    def longest(self) -> Baseline:
-        """Returns the same with only those pipelines of each step that may be its longest."""
-        chosen = np.sort(np.argsort(-self.view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
-        view, draws = (
-            steps.at((np.arange(len(replicas))[:, None], replicas))
-            for steps, replicas in ((self.view, chosen), (self.draws, chosen[self.rows]))
-        )
-        return replace(self, view=view, draws=draws)
-
-    @property
-    def replay(self) -> Replay:
-        """The captured schedule."""
-        return self.view.replay
-
-    @property
-    def content(self) -> Floats:
-        """[s, c, k]: milliseconds of chunks in the quicker passes, their lower quartile."""
-        return np.asarray(self.view.now[0])
-
-    @property
-    def measured_ms(self) -> float:
-        """The average step."""
-        return float(self.length.mean())
-
-    @property
-    def p2p_ms(self) -> float:
-        """Milliseconds of an exchange: the median of all links."""
-        return float(np.median(self.view.link)) if self.view.link.shape[-1] > 1 else 0.0
+def longest(run: Examined) -> Examined:
+    """Returns a run with only those pipelines of each step that may be its longest, and without terms: it can be
+    pickled."""
+    chosen = np.sort(np.argsort(-run.view.pipelines_ms, axis=1, kind="stable")[:, :_LONGEST], axis=1)
+    view, draws = (
+        steps.at((np.arange(len(replicas))[:, None], replicas))
+        for steps, replicas in ((run.view, chosen), (run.drawn, chosen[run.rows]))
+    )
+    return replace(run, view=view, draws=draws, terms=(), left_out=())
 
 
 def changed(steps: View, content: Floats, change: Change) -> View:
@@ -193,7 +156,7 @@ def resliced(times: Floats, count: int, larger: float) -> Floats:
 
 
 def priced(
-    run: Baseline,
+    run: Examined,
     kind: Kind,
     content: Floats,
     sure: Floats,
@@ -205,7 +168,7 @@ def priced(
     [s, c, k] are given as estimated (``content``), in every draw of steps and microbatches (``sure``), and in draws
     that also vary what the data leave open (``free``). ``unsure``: any further uncertainty besides `policy.RERUN`, as a
     fraction of the step."""
-    change = change or Change(run.replay)
+    change = change or Change(run.view.replay)
     gains = gain(run.view, content, change)
     # Passes are measured and no estimate. They change as the contents of the same draw do.
     drawn, surely = (
@@ -222,7 +185,7 @@ def priced(
 
 
 def gained(
-    kind: Kind, run: Baseline, gains: Floats, of_steps: float, sure: Floats, free: Floats, unsure: float = 0.0
+    kind: Kind, run: Examined, gains: Floats, of_steps: float, sure: Floats, free: Floats, unsure: float = 0.0
 ) -> tuple[Prediction, Floats]:
     """Returns the prediction of a run whose steps get shorter by ``gains`` [n], and by how much they do in every draw
     [draw].
@@ -231,7 +194,7 @@ def gained(
     than the estimate does in the same step: ``sure`` has the uncertainty that more steps would remove, ``free`` all.
     ``unsure``, and what the replay misses, are fractions of the step that more steps do not make smaller.
     """
-    mean, measured_ms = float(gains.mean()), run.measured_ms
+    mean, measured_ms = float(gains.mean()), run.step_ms
     # A change may gain or lose all of the time that the replay misses.
     lasting = (math.hypot(unsure, RERUN) + run.missed) * measured_ms / LEVEL
     gain = Interval.of(mean, math.hypot(of_steps, lasting, REPLAYED * mean), free)

@@ -53,10 +53,10 @@ class _Problem:
     def pieces(self, counts: _Counts) -> Layout:
         return tuple("".join(self.names[begin:end]) for begin, end in self.bounds(counts))
 
-    def counts(self, pieces: Layout) -> _Counts | None:
-        """Returns the numbers of units; None if a piece is empty, because this search makes no such layout."""
-        counts = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
-        return counts if all(counts) else None
+    def without_empty(self, several: Iterable[Layout | None]) -> list[_Counts]:
+        """Returns the numbers of units of layouts, without those that have an empty piece: this search makes none."""
+        counts = (tuple(len(each.replace("m", "")) + ("m" in each) for each in pieces) for pieces in several if pieces)
+        return [each for each in counts if all(each)]
 
     def replay(self, several: Iterable[_Counts], longest: float = inf) -> None:
         """Replays those of several layouts that were not replayed yet. A step that certainly takes more than
@@ -163,10 +163,8 @@ def _starts(problem: _Problem) -> Iterator[_Counts]:
         for middle in range(vpp, layers // max(1, pp - 2) + 1, vpp)
         for last in range(vpp, layers - middle * (pp - 2), vpp)
     }
-    uneven_counts = [
-        counts for layout in uneven if layout is not None and (counts := problem.counts(layout)) is not None
-    ]
-    yield from (counts for layout in plain if layout is not None and (counts := problem.counts(layout)) is not None)
+    yield from problem.without_empty(plain)
+    uneven_counts = problem.without_empty(uneven)
     yield from sorted(uneven_counts, key=lambda counts: (max(_stage_work(problem, counts)), counts))[:8]
 
 

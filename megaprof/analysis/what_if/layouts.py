@@ -237,7 +237,9 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
     else:
         return None
     fields = ((_FIELDS[flag], value) for flag, value in given)
-    return tuple(f"{own if name in _OWN.get(framework, ()) else other}.{name}={_quoted(value)}" for name, value in fields)
+    return tuple(
+        f"{own if name in _OWN.get(framework, ()) else other}.{name}={_quoted(value)}" for name, value in fields
+    )
 
 
 def _quoted(value: str) -> str:

@@ -20,7 +20,7 @@ from megaprof.analysis.diagnosis.policy import OTHER_SEQUENCES
 from megaprof.analysis.diagnosis.view import EXCHANGE, View
 from megaprof.analysis.simulation import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Baseline, Kind, Prediction, gained
+from megaprof.analysis.what_if.changes import Kind, Prediction, gained
 
 #: The options with which each host deals sequences by their lengths, read in the versions of docs/hosts. Megatron-LM's
 #: core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
@@ -46,7 +46,7 @@ class Sequences:
     """The sequences of each step of a run, and the time of passes by them. ``work`` [t, d, m, 3] has the tokens,
     sequences and squares of its microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
 
-    run: Baseline
+    run: Examined
     costs: Floats
     work: Floats
     steps: tuple[Step, ...]
@@ -74,7 +74,7 @@ def sequences_of(run: Examined) -> Sequences | None:
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
     tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
-    return Sequences(Baseline.of(run), fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    return Sequences(replace(run, terms=()), fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> list[Step] | None:
@@ -97,7 +97,7 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> li
     return laid if len(laid) == len(steps) else None
 
 
-def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Baseline]:
+def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Examined]:
     """Predicts the run with the sequences of each step packed as in ``steps`` (by the plan with this ``name``), which
     all have equally many microbatches. Returns these steps, too. Raises ValueError if Megatron refuses that number."""
     captured, count = sequences.run.view.replay, len(steps[0][0])
@@ -135,7 +135,7 @@ def plans(sequences: Sequences) -> list[Prediction]:
     return [*sorted(predictions, key=lambda prediction: prediction.step_ms.value), even]
 
 
-def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Baseline]:
+def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Examined]:
     """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the steps with these."""
     run, every = sequences.run, np.arange(len(work))
 
@@ -155,9 +155,8 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
     n, mean = len(gains), float(gains.mean())
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(mean)
     prediction, _ = gained(kind, run, gains, of_steps, of_cost, of_cost)
-    length = run.length - gains
-    missed = abs(float(view.step_ms.mean()) / float(length.mean()) - 1.0)
-    return prediction, replace(run, view=view, draws=draws, length=length, missed=missed)
+    shorter = replace(run.table, length=run.table.length - gains)
+    return prediction, replace(run, table=shorter, view=view, draws=draws, replayed_ms=float(view.step_ms.mean()))
 
 
 def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], most: int) -> list[Microbatch] | None:

@@ -21,7 +21,7 @@ from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
-from megaprof.analysis.what_if.changes import Baseline, Change, Prediction, priced
+from megaprof.analysis.what_if.changes import Change, Prediction, longest, priced
 from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
@@ -34,7 +34,6 @@ from megaprof.analysis.what_if.layouts import (
     parse_layout,
 )
 from megaprof.analysis.what_if.packing import plans, sequences_of
-from megaprof.formats.metadata import ModelChunk
 
 _MOST_LAYOUTS = 3
 #: How many layouts are priced: those with the shortest undisturbed step.
@@ -104,7 +103,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table = run.table
     errors = (run.view.step_ms - table.length) / table.length
-    steps, held = Baseline.of(run).longest(), _held(table)
+    steps, held = longest(run), _held(table)
     peaks = [memory.peak for memory in table.memory if memory is not None]
     replayed = WhatIf(
         layout=format_layout(held.pieces) if isinstance(held, Held) else None,
@@ -113,7 +112,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         measured_ms=run.step_ms,
         outside_ms=float(table.reduction.mean()),
         rendezvous=run.view.replay.rendezvous and run.view.replay.schedule.stages > 1,
-        p2p_ms=steps.p2p_ms,
+        p2p_ms=steps.view.p2p_ms,
         allocated=tuple(peaks) if len(peaks) == len(table.memory) else None,
     )
     lengths = diagnosis.lengths
@@ -130,12 +129,13 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     others = [balanced(steps), *microbatch_counts(steps), *overlapped(steps, table.first.framework)]
     if isinstance(held, Note):
         return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
-    memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
+    in_flight = in_flight_layers(held.pieces, table.schedule)
+    memory = measured_memory(table.memory, held.pieces, in_flight, memory_limit)
     changeable = Changeable(steps, held, memory, sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     slow_terms = [term for term in run.terms if term.kind == "slow_rank"]
-    alike_ranks = Baseline.of(run.mended(*slow_terms)).longest()
+    alike_ranks = longest(run.mended(*slow_terms))
     compared = layouts(replace(changeable, baseline=alike_ranks) if slow_terms else changeable)
     if slow_terms:
         # A slow rank is not answered by a layout: only those are predicted that gain if every rank is as quick as its
@@ -145,7 +145,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         compared = [predicted(changeable, "layout", setting) for setting in settings]
     costs = fitted(changeable.costs)
     told = "kinds_alike" not in costs.assumptions  # times alone do not tell a quick kind of layers from a quick stage
-    best = _best(compared, changeable.in_flight) if told else None
+    best = _best(compared, in_flight) if told else None
     fits = memory is None or memory.fit(held.pieces, table.schedule)[0]
     advised = None if best is None else best[0]
     alike = [
@@ -169,7 +169,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
         else None,
         quickest=first,
         advice="slow_ranks" if slow_terms and first is None else _advice(first, advised, more),
-        in_flight=tuple(changeable.in_flight),
+        in_flight=tuple(in_flight),
         allowed=None if memory is None else memory.allowed,
         alike=tuple(alike),
         more_steps=more,
@@ -183,8 +183,7 @@ def _held(table: Table) -> Held | Note:
     schedule, pieces, kinds = table.schedule, [], list[str]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
-            metadata = table.metadata[stage]
-            holds = ModelChunk() if metadata is None else metadata.chunks[chunk]
+            holds = table.held_by(stage, chunk)
             if holds.layers is None or holds.embedding is None or holds.loss is None:
                 return Note("no_layout", stages=(stage,), said="the traces do not say what it holds")
             if max(holds.layers, holds.mtp or 0) > MOST_LAYERS:
@@ -228,7 +227,7 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
 def layouts(run: Changeable) -> list[_Priced]:
     """Returns the quickest layouts other than the captured one, even if they gain nothing, as `priced` does; of those
     with one name, and of those that do not fit into the measured memory, only the quickest."""
-    quickest = _quickest(run, run.baseline.replay, _PRICED)
+    quickest = _quickest(run, run.baseline.view.replay, _PRICED)
     tried = [predicted(run, "layout", replace(run.captured, pieces=pieces)) for pieces in quickest]
     first = dict[object, _Priced]()
     for prediction, gains in sorted(tried, key=lambda each: each[0].step_ms.value):
@@ -240,14 +239,14 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
     """Returns the layouts with the shortest undisturbed step, without the captured one. If some do not fit into the
     measured memory, it returns the quickest of all, followed by the quickest that fit."""
     schedule, memory = replay.schedule, run.memory
-    same = schedule.chunks == run.baseline.replay.schedule.chunks  # then one may be the captured layout
+    same = schedule.chunks == run.baseline.view.replay.schedule.chunks  # then one may be the captured layout
     factor = run.costs.factor if same else run.costs.of_stage[:, None]
 
     def needs(stages: Indices, layers: Indices) -> Floats:
         return np.where(layers.any(axis=1), np.zeros(len(stages)), np.inf)  # no stage may be without layers
 
     searched = partial(
-        search, run.costs.units, replay, p2p_ms=run.baseline.p2p_ms, factor=factor, needs=needs, top=most + same
+        search, run.costs.units, replay, p2p_ms=run.baseline.view.p2p_ms, factor=factor, needs=needs, top=most + same
     )
     others = [pieces for pieces in searched() if pieces != run.pieces]
     if memory is not None and not all(memory.fit(pieces, schedule)[0] for pieces in others):
@@ -261,47 +260,48 @@ def _quickest(run: Changeable, replay: Replay, most: int) -> list[Layout]:
 def chunk_counts(run: Changeable) -> Iterator[Prediction]:
     """Yields other numbers of model chunks per stage, each in its quickest layout. If that does not fit into the
     measured memory, the quickest layout that fits follows."""
-    layers, captured = "".join(run.pieces).count("t"), run.baseline.replay.schedule.chunks
+    layers, captured = "".join(run.pieces).count("t"), run.baseline.view.replay.schedule.chunks
     for chunks in _CHUNK_COUNTS:
         if chunks == captured or layers < chunks * run.stages:
             continue
         try:
-            replay = rescheduled(run.baseline.replay, chunks, run.microbatches)
+            replay = rescheduled(run.baseline.view.replay, chunks, run.microbatches)
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
         for pieces in _quickest(run, replay, 1 if run.memory is None else 2):
             yield predicted(run, "chunks", replace(run.captured, pieces=pieces))[0]
 
 
-def balanced(run: Baseline) -> Prediction:
+def balanced(run: Examined) -> Prediction:
     """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
 
     content, drawn = (
-        np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape) for each in (run.content, run.draws.now)
+        np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape)
+        for each in (run.view.now[0], run.draws.now)
     )
     return priced(run, "balanced", content, drawn, drawn)[0]
 
 
-def microbatch_counts(run: Baseline) -> Iterator[Prediction]:
+def microbatch_counts(run: Examined) -> Iterator[Prediction]:
     """Yields twice and half as many microbatches, with the same tokens in all. The contents of chunks need not be
     known."""
-    schedule, free = run.replay.schedule, np.concatenate([run.draws.now] * WAYS)
+    schedule, free = run.view.replay.schedule, np.concatenate([run.draws.now] * WAYS)
     captured = schedule.microbatches
     for count in (2 * captured, captured // 2) if captured % 2 == 0 else (2 * captured,):
         try:
-            change = Change(rescheduled(run.replay, schedule.chunks, count), captured / count)
+            change = Change(rescheduled(run.view.replay, schedule.chunks, count), captured / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        prediction, _ = priced(run, "microbatches", run.content, run.draws.now, free, change)
+        prediction, _ = priced(run, "microbatches", run.view.now[0], run.draws.now, free, change)
         activations = 1.0 if schedule.forward_only else change.tokens
         yield replace(prediction, microbatches=count, tokens=change.tokens, activations=activations)
 
 
-def overlapped(run: Baseline, framework: str | None) -> Iterator[Prediction]:
+def overlapped(run: Examined, framework: str | None) -> Iterator[Prediction]:
     """Yields exchanges that go on beside passes while the pipeline fills and drains, too, if they do only while it is
     full."""
-    schedule = run.replay.schedule
+    schedule = run.view.replay.schedule
     if schedule.name == "interleaved" and schedule.overlap == "steady":
-        change = Change(compiled(schedule._replace(overlap="all"), run.replay.rendezvous))
-        prediction, _ = priced(run, "overlap", run.content, run.draws.now, run.draws.now, change)
+        change = Change(compiled(schedule._replace(overlap="all"), run.view.replay.rendezvous))
+        prediction, _ = priced(run, "overlap", run.view.now[0], run.draws.now, run.draws.now, change)
         yield replace(prediction, flags=() if framework == "ms-swift" else (OVERLAP,))  # which has no such option

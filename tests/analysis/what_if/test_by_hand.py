@@ -92,7 +92,7 @@ def test_exchanges_of_larger_microbatches_take_as_long_or_longer_in_proportion(t
     assert run is not None
     fewer = {"microbatches": "4"}
     as_long, twice, open_ = (chosen(run, fewer | more).prediction for more in ({"p2p": "8.001"}, {"p2p": "16"}, {}))
-    assert run.baseline.p2p_ms == pytest.approx(8.0, rel=0.05)
+    assert run.baseline.view.p2p_ms == pytest.approx(8.0, rel=0.05)
     assert open_.step_ms.value == pytest.approx(as_long.step_ms.value, rel=0.01)
     assert open_.step_ms.low < as_long.step_ms.value
     assert open_.step_ms.high > twice.step_ms.value > as_long.step_ms.high, (
@@ -106,8 +106,9 @@ def test_the_drawn_step_is_the_one_whose_replay_is_nearest_to_the_average(known:
     replayed = known.baseline.view.pipelines_ms.max(axis=1)
     nearest = np.abs(replayed - replayed.mean()).argmin()
     # That another step is as long as the average says nothing of its replay.
-    length = np.roll([10.0, 0.0, -10.0], nearest) + known.baseline.measured_ms
-    drawn = replace(known, baseline=replace(known.baseline, length=length)).as_captured.simulation
+    length = np.roll([10.0, 0.0, -10.0], nearest) + known.baseline.step_ms
+    longer = replace(known.baseline, table=replace(known.baseline.table, length=length))
+    drawn = replace(known, baseline=longer).as_captured.simulation
     assert drawn.step_ms == pytest.approx(replayed[nearest])
 
 
@@ -202,7 +203,7 @@ def test_it_survives_the_way_between_processes(known: Changeable) -> None:
 def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> None:
     same = replace(known.captured, microbatches=16)
     more = replace(same, same_tokens=False)
-    measured = known.baseline.measured_ms
+    measured = known.baseline.step_ms
     assert tried(known, same).prediction.step_ms.value < measured < tried(known, more).prediction.step_ms.value
     half = tried(known, replace(known.captured, microbatches=4)).prediction
     assert (tried(known, more).prediction.activations, half.activations) == (1.0, 2.0)
@@ -211,11 +212,11 @@ def test_more_microbatches_of_the_same_size_take_longer(known: Changeable) -> No
 @pytest.mark.parametrize(("count", "better"), [(4, False), (16, True)])
 def test_steps_of_other_tokens_are_compared_by_token(known: Changeable, count: int, better: bool) -> None:
     found = chosen(known, {"microbatches": str(count), "tokens": "more"}).prediction
-    whole = found.step_ms.value / known.baseline.measured_ms
+    whole = found.step_ms.value / known.baseline.step_ms
     assert found.step_tokens == count / known.microbatches
     took = found.step_ms
     assert astuple(found.speedup) == pytest.approx(
-        tuple(found.step_tokens * known.baseline.measured_ms / ms for ms in (took.value, took.high, took.low))
+        tuple(found.step_tokens * known.baseline.step_ms / ms for ms in (took.value, took.high, took.low))
     )
     # Fewer microbatches fill the pipeline less well, though their step is shorter.
     assert (found.speedup.value > 1.0, whole > 1.0) == (better, better)
@@ -226,8 +227,8 @@ def test_a_layout_that_stays_needs_no_flags(known: Changeable) -> None:
 
 
 def test_slower_transfers_make_the_step_longer(known: Changeable) -> None:
-    slow = replace(known.captured, p2p_ms=known.baseline.p2p_ms + 5.0)
-    assert tried(known, slow).prediction.step_ms.value > known.baseline.measured_ms + 5.0
+    slow = replace(known.captured, p2p_ms=known.baseline.view.p2p_ms + 5.0)
+    assert tried(known, slow).prediction.step_ms.value > known.baseline.step_ms + 5.0
 
 
 def test_transfers_as_quick_as_those_of_other_links_gain_what_the_slow_link_costs(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_transfers_as_quick_as_those_of_other_links_gain_what_the_slow_link_cost
     assert diagnosis is not None
     (cause,) = diagnosis.causes
     prediction = chosen(by_hand, {"p2p": str(cause.parts["usual_ms"])}).prediction
-    assert by_hand.baseline.measured_ms - prediction.step_ms.value == pytest.approx(cause.price.value, rel=0.05)
+    assert by_hand.baseline.step_ms - prediction.step_ms.value == pytest.approx(cause.price.value, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.changeable import Changeable, chosen
-from megaprof.analysis.what_if.changes import Baseline
+from megaprof.analysis.what_if.changes import longest
 from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, plan, plans, repacked, sequences_of, switch_of
 from megaprof.analysis.what_if.what_if import what_if
@@ -159,7 +159,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     known = sequences_of(run)
     assert known is not None
     held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
-    by_hand = Changeable(Baseline.of(run).longest(), held, None, sequences=known)
+    by_hand = Changeable(longest(run), held, None, sequences=known)
     alone = plan(known, "balanced")
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.step_ms == repacked(known, alone)[0].step_ms
