@@ -31,7 +31,7 @@ from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.what_if.changeable import Changeable
-from megaprof.analysis.what_if.packing import PLANS
+from megaprof.analysis.what_if.changes import PLANS
 from megaprof.cli import look
 from megaprof.control.directory import NoJob, Unsafe, roles_with_a_run
 from megaprof.control.request import SELECT, STEPS

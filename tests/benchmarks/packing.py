@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.packing import PLANS, Microbatch, Sequences, plan, repacked
+from megaprof.analysis.what_if.changes import PLANS, Microbatch, Sequences, plan, repacked
 from megaprof.testing import GPTWorkload, faults, run_ranks
 from tests.benchmarks.cores import awake
 from tests.benchmarks.whatif import TIME_LIMIT, Outcome, figures, measured_speedup, name, only_first, run_rank, show

@@ -22,7 +22,18 @@ from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.simulation import Simulation, played, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Change, Kind, Prediction, changed, longest, priced
+from megaprof.analysis.what_if.changes import (
+    PLANS,
+    Change,
+    Kind,
+    Prediction,
+    Sequences,
+    changed,
+    longest,
+    plan,
+    priced,
+    repacked,
+)
 from megaprof.analysis.what_if.contents import Costs, Held, Memory, in_flight_layers
 from megaprof.analysis.what_if.contents import split as divided
 from megaprof.analysis.what_if.layouts import (
@@ -34,7 +45,6 @@ from megaprof.analysis.what_if.layouts import (
     of_counts,
     parse_layout,
 )
-from megaprof.analysis.what_if.packing import PLANS, Sequences, plan, repacked
 from megaprof.formats.phrases import Unanswerable, counted
 
 MOST_MICROBATCHES = 4096
@@ -48,7 +58,7 @@ WAYS = 2
 @dataclass(frozen=True)
 class Setting:
     """The choices that can be made for a run: the layout, the microbatches of a step, the milliseconds of every
-    transfer between stages (None: as captured), and one of `packing.PLANS` (None: as captured). If ``same_tokens``,
+    transfer between stages (None: as captured), and one of `changes.PLANS` (None: as captured). If ``same_tokens``,
     another number of microbatches shares the tokens of the captured step; otherwise each keeps its size."""
 
     pieces: Layout
@@ -223,7 +233,7 @@ def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeabl
 def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     """Predicts the choices, which have these names: ``layout``, as Megatron writes it or as decoder layers by piece
     (``5,3``); ``chunks`` of every stage; ``microbatches``; ``p2p``: milliseconds of a transfer; ``tokens``: ``more`` if
-    another number of microbatches keeps their size; ``packing``: one of `packing.PLANS`; ``was``: the number of chunks
+    another number of microbatches keeps their size; ``packing``: one of `changes.PLANS`; ``was``: the number of chunks
     on the page that shows ``layout``. If ``chunks`` differs from ``was``, the layout is split anew. A choice that is
     missing or empty stays as it was captured. Raises as `tried` does."""
     captured = run.captured

@@ -21,7 +21,7 @@ from megaprof.analysis.samples import Spread
 from megaprof.analysis.simulation import Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
-from megaprof.analysis.what_if.changes import Change, Prediction, longest, priced
+from megaprof.analysis.what_if.changes import Change, Prediction, longest, plans, priced, sequences_of
 from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
@@ -33,7 +33,6 @@ from megaprof.analysis.what_if.layouts import (
     options_of,
     parse_layout,
 )
-from megaprof.analysis.what_if.packing import plans, sequences_of
 
 _MOST_LAYOUTS = 3
 #: How many layouts are priced: those with the shortest undisturbed step.

@@ -15,11 +15,20 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.table import Table
-from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.changeable import Changeable, chosen
-from megaprof.analysis.what_if.changes import longest
+from megaprof.analysis.what_if.changes import (
+    PLANS,
+    Step,
+    _balanced,
+    _dealt,
+    longest,
+    plan,
+    plans,
+    repacked,
+    sequences_of,
+    switch_of,
+)
 from megaprof.analysis.what_if.contents import Held
-from megaprof.analysis.what_if.packing import PLANS, _dealt, plan, plans, repacked, sequences_of, switch_of
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
@@ -28,7 +37,7 @@ JOB = replace(HEALTHY, replicas=2, steps=6, noise=0.005)
 FIXED, PER_TOKEN, PER_SQUARE = 1.0, 2e-3, 1e-6
 
 
-def drawn(table: Table) -> list[packing.Step]:
+def drawn(table: Table) -> list[Step]:
     """Sequences of very different lengths, in microbatches of three."""
     random = np.random.default_rng(3)
     t, d, _, _, _, m = table.passes.shape
@@ -36,13 +45,13 @@ def drawn(table: Table) -> list[packing.Step]:
     return [[[tuple(own) for own in replica] for replica in step] for step in lengths.tolist()]
 
 
-def takes(step: packing.Step) -> np.ndarray:
+def takes(step: Step) -> np.ndarray:
     """[d, m]: milliseconds of a pass."""
     cost = [[sum(PER_TOKEN * n + PER_SQUARE * n * n for n in own) + FIXED for own in replica] for replica in step]
     return np.array(cost)
 
 
-def having(table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4, 4, 4, 4)) -> Table:
+def having(table: Table, steps: list[Step], layers: tuple[int, ...] = (4, 4, 4, 4)) -> Table:
     """A run that had these sequences and layers, replayed: a backward takes twice a forward."""
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
     passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
@@ -124,7 +133,7 @@ def test_why_there_is_nothing_to_pack(table: Table, told: bool) -> None:
 def test_what_disturbs_some_passes_is_nothing_that_a_packing_gains(table: Table, seed: int) -> None:
     random = np.random.default_rng(seed)
 
-    def disturbed(steps: list[packing.Step]) -> Table:
+    def disturbed(steps: list[Step]) -> Table:
         found = having(table, steps)
         struck = random.random(found.passes.shape) < 0.05
         return replayed(found, found.passes * (1.0 + struck * random.exponential(0.5, struck.shape)))
@@ -164,7 +173,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.step_ms == repacked(known, alone)[0].step_ms
     for count in (16, 24):
-        laid = [packing._balanced(known, step, count) for step in steps]
+        laid = [_balanced(known, step, count) for step in steps]
         after = having(table, [step for step in laid if step is not None], (4, 4, 4, 4))
         choices = {"layout": "4,4,4,4", "microbatches": str(count), "packing": "balanced"}
         found = chosen(by_hand, choices)
@@ -210,7 +219,7 @@ def test_replicas_with_unequal_work_gain_by_pooling_however_alike_the_microbatch
     """In every step another replica has the long sequences, the same ones in each of its microbatches."""
     random, replicas = np.random.default_rng(0), range(2)
     long = [[random.integers(200, 1500, 4) * (1 + (d == t % 2)) for d in replicas] for t in range(len(table.steps))]
-    steps: list[packing.Step] = [[[tuple(own.tolist())] * count for own in step] for step in long]
+    steps: list[Step] = [[[tuple(own.tolist())] * count for own in step] for step in long]
     before = having(table, steps)
     run = examine(before)
     told = diagnose(run)
