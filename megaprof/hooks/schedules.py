@@ -28,7 +28,7 @@ from megaprof.formats.ranges import Place
 from megaprof.hooks.dispatch import argument, given, ranged, stepped
 from megaprof.hooks.modules import patch_models, patch_modules, takes_packed
 from megaprof.parallel.megatron import innermost
-from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
+from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, order_of
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import names
 from megaprof.runtime.armed import armed
@@ -360,7 +360,7 @@ def _awaited(call: RecordedCall, kind: str) -> Place:
     stages = getattr(config, "pipeline_model_parallel_size", None) or 1
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)
-    order, done = (forward_order if kind == "forward" else backward_order)(schedule), call.ran[kind]
+    order, done = order_of(schedule, kind), call.ran[kind]
     return (order[done].microbatch, order[done].chunk) if done < len(order) else (None, None)
 
 

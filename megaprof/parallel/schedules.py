@@ -305,24 +305,18 @@ class PipelineSchedule(NamedTuple):
         return min(forwards + self.combined, total)
 
 
-@lru_cache(maxsize=16)
-def forward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
-    """Returns the forwards of every stage, in order: groups of microbatches, and within a group chunk after chunk."""
-    count = schedule.microbatches
+@lru_cache(maxsize=32)
+def order_of(schedule: PipelineSchedule, kind: str) -> tuple[PassId, ...]:
+    """Returns the forwards or the backwards of every stage, in order: groups of microbatches, and within a group chunk
+    after chunk. Backwards count chunks from the last."""
+    count, chunks = schedule.microbatches, range(schedule.chunks)
     group = schedule.group_size if schedule.name == "interleaved" else count
     return tuple(
-        PassId("forward", chunk, microbatch)
+        PassId(kind, chunk, microbatch)
         for group_start in range(0, count, group)
-        for chunk in range(schedule.chunks)
+        for chunk in (chunks if kind == "forward" else reversed(chunks))
         for microbatch in range(group_start, min(group_start + group, count))
     )
-
-
-@lru_cache(maxsize=16)
-def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
-    """Returns the backwards of every stage, in the order of the forwards, but with chunks counted from the last."""
-    last_chunk = schedule.chunks - 1
-    return tuple(PassId("backward", last_chunk - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
 _SPLIT_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -339,8 +333,8 @@ def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
             made.append(tuple(PassId(_SPLIT_KINDS[name[0]], int(name[1:]), count[name]) for name in names))
             count.update(names)
         return [turn for turn in made if turn[0].microbatch < schedule.microbatches]
-    forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
-    warmup = schedule.warmup(stage)
+    forwards, warmup = order_of(schedule, "forward"), schedule.warmup(stage)
+    backwards = () if schedule.forward_only else order_of(schedule, "backward")
     steady = zip(forwards[warmup:], backwards, strict=False)
     return [
         *((pass_id,) for pass_id in forwards[:warmup]),
@@ -427,7 +421,8 @@ def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) ->
 
 def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     stages, warmup, overlap = schedule.stages, schedule.warmup(stage), schedule.overlap
-    forwards, backwards = forward_order(schedule), backward_order(schedule)
+    orders = {kind: order_of(schedule, kind) for kind in ("forward", "backward")}
+    forwards, backwards = orders.values()
     total, placement, done = len(forwards), schedule.placement, Counter[str]()
     takes_over = {"forward": stage == 0, "backward": stage == stages - 1}  # from the far end of the pipeline
 
@@ -439,7 +434,7 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> Program:
     def received(which: PassId) -> PassId | None:
         """Returns what arrives in the exchange after a pass: the input of the next one of its kind or, on the stage
         that takes over from the far end, what that end has computed stages - 1 passes ago."""
-        order, index = forwards if which.kind == "forward" else backwards, done[which.kind]
+        order, index = orders[which.kind], done[which.kind]
         done[which.kind] += 1
         if index == total - 1 or (takes_over[which.kind] and index < stages - 1):
             return None

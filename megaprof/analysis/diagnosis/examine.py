@@ -149,7 +149,18 @@ def examine(table: Table) -> Examined:
     missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
         raise Unfit(Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp))
-    _check_order(table)
+    for stage in range(table.schedule.stages):
+        order = phase_order(table.schedule, stage)
+        kinds = [table.schedule.kinds.index(which.kind) for which in order]
+        chunks, microbatches = [which.chunk for which in order], [which.microbatch for which in order]
+        begun = np.median(table.start[:, :, stage][:, :, chunks, kinds, microbatches], axis=(0, 1))
+        place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
+        if begun[place] > begun[place:].min():
+            ran, planned = order[place + int(begun[place:].argmin())], order[place]
+            names = ran.kind, planned.kind, table.schedule.name
+            raise Unfit(
+                Note("schedule_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
+            )
     steps = np.random.default_rng(0).integers(0, len(table.steps), (DRAWS, len(table.steps)))
     (content, of_draws, factors), rows = fit(table, steps), steps[:, 0]
     expected = factors.pop("expected")
@@ -173,21 +184,6 @@ def _restless(table: Table, view: View, expected: Floats) -> float:
         return 0.0
     sums = over[..., : 4 * length].reshape(t, d, s, 4, length).sum(axis=4)
     return float(sums.var(axis=3, ddof=1).mean() / (took.mean() * length))
-
-
-def _check_order(table: Table) -> None:
-    for stage in range(table.schedule.stages):
-        order = phase_order(table.schedule, stage)
-        kinds = [table.schedule.kinds.index(which.kind) for which in order]
-        chunks, microbatches = [which.chunk for which in order], [which.microbatch for which in order]
-        begun = np.median(table.start[:, :, stage][:, :, chunks, kinds, microbatches], axis=(0, 1))
-        place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
-        if begun[place] > begun[place:].min():
-            ran, planned = order[place + int(begun[place:].argmin())], order[place]
-            names = ran.kind, planned.kind, table.schedule.name
-            raise Unfit(
-                Note("schedule_differs", stages=(stage,), names=names, count=ran.microbatch, of=planned.microbatch)
-            )
 
 
 def _alone(term: Term, view: View) -> View:
