@@ -340,8 +340,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         parts |= {"longest_ms": float(waits.max()), "spread": float(waits.mean() ** 2 / (waits**2).mean())}
     since = int(table.steps[begins]) if begins else None
     doubt, most = term.doubt_ms(price.value), price.value - LEAST * run.step_ms
-    names = {int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks}
-    hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := names[rank]) is not None))
+    hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := table.hosts[rank]) is not None))
     return Cause(
         kind,
         price,

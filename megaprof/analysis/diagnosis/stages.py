@@ -313,8 +313,8 @@ def _notes(table: Table) -> Iterator[Note]:
     if table.aligned_ms is not None:
         yield Note("clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:
-        unnamed = {s for stages in table.hosts for s, peers in enumerate(stages) if None in peers}
-        hosts = {str(host) for stages in table.hosts for peers in stages for host in peers}
+        unnamed = {place[1] for place, rank in np.ndenumerate(table.ranks) if table.hosts[int(rank)] is None}
+        hosts = {str(host) for host in table.hosts.values()}
         if table.device:
             yield Note("clocks_apart", said="the GPU's clocks of the stages could not be aligned")
         elif unnamed:

@@ -62,9 +62,10 @@ class Table:
     """[t, d, s, p]: nanoseconds to add to what the files of each rank that was read say, to have it on the clock of the
     table. Everything that shows or compares times of several ranks adds these."""
     ranks: npt.NDArray[np.int64]
-    """[d, s, p]: global ranks. More than were recorded, if the passes of one rank stand for all its peers."""
-    hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
-    """[d][s][p]: their hosts."""
+    """[d, s, p]: global ranks, -1 for a stage that was not recorded. More than were recorded, if the passes of one rank
+    stand for all its peers."""
+    hosts: Mapping[int, str | None]
+    """By rank: its host; None if not known."""
     metadata: tuple[Metadata | None, ...]
     """[s]: metadata of one rank of the stage; None for a stage that was not recorded."""
     start: Floats
@@ -236,8 +237,7 @@ class RankSteps:
 
     names: tuple[tuple[int, str | None], ...]
     """Global rank and host of this rank, then of the peers that it stands for."""
-    metadata: Metadata | None
-    """None for a placeholder of a stage that was not recorded."""
+    metadata: Metadata
     place: tuple[int, int, int]
     """Its replica, stage and peer."""
     steps: npt.NDArray[np.int64]

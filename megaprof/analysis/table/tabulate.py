@@ -44,35 +44,34 @@ def tabulate(
 ) -> Table:
     """Puts the ranks of one job into a table. ``origin``: nanoseconds on the wall clock from which their times are
     counted. Raises Unfit if a stage is missing, or if no step is whole."""
-    table_ranks, common_steps, shape = _places(ranks, schedule.stages)
-    steps = np.array(common_steps)
+    by_place, common_steps, shape = _places(ranks, schedule.stages)
+    steps, table_ranks = np.array(common_steps), [*by_place.values()]
 
-    def of_ranks(arrays: Iterable[Floats]) -> Floats:
-        """Returns one array, [t, d, s, p, ...], from those of every rank."""
-        rows = [values[np.searchsorted(rank.steps, steps)] for rank, values in zip(table_ranks, arrays, strict=True)]
-        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(steps), *shape, *rows[0].shape[1:])
+    def of_ranks(arrays: Iterable[Floats | None], missing: float = np.nan) -> Floats:
+        """Returns one array, [t, d, s, p, ...], from those of every rank; without one, its values are ``missing``."""
+        known = {place: each for place, each in zip(by_place, arrays, strict=True) if each is not None}
+        values = np.full((len(steps), *shape, *next(iter(known.values())).shape[1:]), missing)
+        for place, each in known.items():
+            values[(slice(None), *place)] = each[np.searchsorted(by_place[place].steps, steps)]
+        return values
 
     def stacked(name: str) -> Floats:
         return of_ranks(getattr(rank, name) for rank in table_ranks)
 
-    def parts(name: str, like: str, missing: float) -> dict[str, Floats]:
-        """Returns arrays by name; that of a rank without one is ``missing``, in the shape of its field ``like``."""
-        return {
-            part: of_ranks(
-                getattr(rank, name).get(part, np.full_like(getattr(rank, like), missing)) for rank in table_ranks
-            )
-            for part in sorted({part for rank in table_ranks for part in getattr(rank, name)})
-        }
+    def parts(name: str, missing: float) -> dict[str, Floats]:
+        names = sorted({part for rank in table_ranks for part in getattr(rank, name)})
+        return {part: of_ranks((getattr(rank, name).get(part) for rank in table_ranks), missing) for part in names}
 
-    recorded = np.array([rank.metadata is not None for rank in table_ranks]).reshape(shape)
-    lengths = stacked("end") - stacked("start")
-    steps = steps[np.isfinite(lengths[:, recorded]).reshape(len(steps), -1).all(axis=1)]
+    lengths = (stacked("end") - stacked("start"))[(slice(None), *np.array([*by_place]).T)]
+    steps = steps[np.isfinite(lengths).reshape(len(steps), -1).all(axis=1)]
     if not len(steps):
         raise Unfit(Note("no_step", said="no step was recorded whole"))
     start, end, enter, reduced = map(stacked, ("start", "end", "enter", "reduced"))
-    device, named = any(rank.device for rank in table_ranks), [rank.names[0] for rank in table_ranks]
-    hosts = np.array([f"rank {rank}" if host is None else host for rank, host in named]).reshape(shape)
-    shift, clocks, aligned_ms = one_clock(hosts, schedule, start, end, enter, reduced, device=device)
+    device, hosts = any(rank.device for rank in table_ranks), np.full(shape, "", dtype=object)
+    for place, rank in by_place.items():
+        number, host = rank.names[0]
+        hosts[place] = f"rank {number}" if host is None else host
+    shift, clocks, aligned_ms = one_clock(hosts.astype(str), schedule, start, end, enter, reduced, device=device)
     pass_shift = shift[..., None, None, None]
     start, end, enter, reduced = start + pass_shift, end + pass_shift, enter + shift, reduced + shift
     # Replicas that reduce no gradients do not wait for each other, so the step of each begins with its own entry.
@@ -89,14 +88,15 @@ def tabulate(
     last_pass_end = np.fmax.reduce(end.reshape(len(steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(steps), -1), axis=1))
 
-    held_ms = {kind: np.nan_to_num(delay_ms) for kind, delay_ms in parts("held", "start", 0.0).items()}
+    held_ms = {kind: np.nan_to_num(delay_ms) for kind, delay_ms in parts("held", 0.0).items()}
     # All peers wait for the one that is held up most.
     held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
     idle, compute = stacked("idle").min(axis=3), stacked("compute")
-    if DATA in held_ms and not all(rank.alone for rank in table_ranks):
+    alone = all(rank.alone for rank in table_ranks)
+    if DATA in held_ms and not alone:
         # Its peers get their data from it, so they wait for it as long.
         compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)
-    core_waits = stacked("core_waits")
+    core_waits = of_ranks((rank.core_waits for rank in table_ranks), 0.0)
     if core_waits.any():
         passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(held.values())
         # Nothing records in which passes a rank waited, but waiting makes them longer: it is the same part of what each
@@ -109,24 +109,24 @@ def tabulate(
         held[WAIT] = waits_ms.max(axis=3)
         if idle.any():
             idle = idle - held[WAIT]
-        elif table_ranks[0].alone:
+        elif alone:
             compute = compute - waits_ms
     # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
     # later stages get an input that they do not read, in SkyRL with padding that the first stage does not have.
     by_stage = np.fmax.reduce(stacked("work"), axis=3)
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
-    experts = np.array([rank.experts for rank in table_ranks]).reshape(shape)
+    # The ranks of every replica and stage, equally many for each.
+    counts = {len(rank.names) for rank in table_ranks}
+    numbers = np.full((*shape, 1 if len(counts) > 1 else counts.pop()), -1)
+    experts = np.full(shape, np.nan)
     sequences: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    for rank, (replica, *_) in zip(table_ranks, np.ndindex(*shape), strict=True):  # the first one that recorded them
+    for place, rank in by_place.items():
+        numbers[place] = [number for number, _ in rank.names[: numbers.shape[3]]]
+        experts[place] = rank.experts
         for (t, microbatch), recorded_lengths in rank.sequences.items():
-            for index in np.flatnonzero(steps == rank.steps[t]).tolist():
-                sequences.setdefault((index, replica, microbatch), recorded_lengths)
-    by_place = np.array(table_ranks, dtype=object).reshape(shape)
-    of_stages = [by_place[:, stage].ravel().tolist() for stage in range(schedule.stages)]
-    # The ranks of every replica and stage with their hosts, equally many for each.
-    counts = {sum(len(rank.names) for rank in by_place[place]) for place in np.ndindex(*shape[:2])}
-    most_names = 1 if len(counts) > 1 else None
-    names = [[[name for rank in peers for name in rank.names[:most_names]] for peers in stages] for stages in by_place]
+            for index in np.flatnonzero(steps == rank.steps[t]).tolist():  # the first rank that recorded them counts
+                sequences.setdefault((index, place[0], microbatch), recorded_lengths)
+    of_stages = [[by_place[place] for place in by_place if place[1] == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
         target=key.target,
@@ -135,16 +135,16 @@ def tabulate(
         steps=steps >> CALLS,
         calls=steps & (1 << CALLS) - 1,
         offset_ns=offset_ns,
-        ranks=np.array([[[rank for rank, _ in peers] for peers in stages] for stages in names]),
-        hosts=tuple(tuple(tuple(host for _, host in peers) for peers in stages) for stages in names),
-        metadata=tuple(of_stage[0].metadata for of_stage in of_stages),
+        ranks=numbers.reshape(*shape[:2], -1),
+        hosts={number: host for rank in table_ranks for number, host in rank.names},
+        metadata=tuple(of_stage[0].metadata if of_stage else None for of_stage in of_stages),
         start=start.min(axis=3),
         end=end.max(axis=3),
         compute=compute,
         working=stacked("working"),
-        spent=parts("spent", "enter", np.nan),
+        spent=parts("spent", np.nan),
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
-        exposed={group: exposed_ms.min(axis=3) for group, exposed_ms in parts("exposed", "start", 0.0).items()},
+        exposed={group: exposed_ms.min(axis=3) for group, exposed_ms in parts("exposed", 0.0).items()},
         idle=idle,
         held=held,
         core_waits=core_waits,
@@ -175,8 +175,10 @@ def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tu
     return {key: tuple(ns for each in recorded for ns in each.modules.get(key, ())) for key in keys}
 
 
-def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
-    """Returns the ranks of whole replicas in the order of replica, stage and peer; the steps that all of them have; and
+def _places(
+    ranks: Sequence[RankSteps], stages: int
+) -> tuple[dict[tuple[int, int, int], RankSteps], list[int], tuple[int, int, int]]:
+    """Returns the ranks of whole replicas by replica, stage and peer, in order; the steps that all of them have; and
     how many replicas, stages and peers there are. If no replica is whole, the one with most stages is used. Raises
     Unfit if there is no common step."""
     in_order = sorted({rank.place: rank for rank in ranks}.values(), key=lambda rank: rank.place)
@@ -188,9 +190,7 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
         most_stages = max(map(len, by_stage))
         whole_replicas = [[of_stage[0] for of_stage in each.values()] for each in by_stage if len(each) == most_stages]
         if most_stages < stages:
-            recorded = {rank.place[1]: rank for rank in whole_replicas[0]}
-            like = whole_replicas[0][0]
-            whole_replicas = [[recorded.get(stage) or _placeholder(like, stage) for stage in range(stages)]]
+            del whole_replicas[1:]
     # The replicas with the largest number of common steps times replicas. So a rank that ended early or began late does
     # not take away the steps of all others.
     steps_of = [
@@ -202,25 +202,12 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
     if not common[best]:
         raise Unfit(Note("no_step", said="no step was recorded by all ranks of a pipeline"))
     kept = sorted(by_steps[: best + 1])
-    table_ranks = [rank for index in kept for rank in whole_replicas[index]]
-    return table_ranks, sorted(common[best]), (len(kept), stages, peers)
-
-
-def _placeholder(like: RankSteps, stage: int) -> RankSteps:
-    """Returns a placeholder for the rank of a stage that was not recorded."""
-    nan_fields = ("start", "end", "compute", "working", "idle", "work", "left", "enter", "reduced")
-    nans = {name: np.full_like(getattr(like, name), np.nan) for name in nan_fields}
-    return RankSteps(
-        **nans,
-        names=((-1, None),),
-        metadata=None,
-        place=(like.place[0], stage, like.place[2]),
-        steps=like.steps,
-        spent={},
-        held={},
-        exposed={},
-        core_waits=np.zeros_like(like.core_waits),
-    )
+    by_place = {
+        (replica, rank.place[1], number % peers): rank
+        for replica, index in enumerate(kept)
+        for number, rank in enumerate(whole_replicas[index])
+    }
+    return by_place, sorted(common[best]), (len(kept), stages, peers)
 
 
 def warming_up(lengths: Sequence[float]) -> int:
