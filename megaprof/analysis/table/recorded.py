@@ -1,35 +1,50 @@
-"""Makes tables of passes from the timelines of a run, by reading the events of some ranks and steps."""
+"""Makes tables of passes from the timelines of a run, by reading the events of some ranks and steps.
+
+The ranks of a group leave a collective together, so a rank that comes earlier waits longer. If the device times how
+long each rank's part ran, no clocks need to be compared: the shortest part belongs to the rank that came last, which
+waited for no one. Host times are compared only if all ranks are on one host.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import StepArrivals, step_arrivals, waited_ms
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
 from megaprof.analysis.notes import PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
-from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import DATA, GARBAGE, Floats, Group, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import cells_of, forward_share, place_of, schedule_of, tabulate, warming_up
 from megaprof.analysis.trace.columns import Numbers
 from megaprof.analysis.trace.gpu import combined_memory
-from megaprof.analysis.trace.groups import INSIDE, parallel_of
+from megaprof.analysis.trace.groups import INSIDE, axis_of, parallel_of, ranks_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
 from megaprof.analysis.trace.steps import ModuleKey, grouped, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import Modules, unpack_collections, unpack_data, unpack_json, unpack_work
+from megaprof.formats.facts import (
+    Arrivals,
+    Groups,
+    Modules,
+    kept,
+    unpack_arrivals,
+    unpack_collections,
+    unpack_data,
+    unpack_json,
+    unpack_work,
+)
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -227,7 +242,7 @@ def _laid_out(
     host_passes, left, enter, reduced = np.full((4, len(numbers)), np.nan)
     work, core_waits_ms = np.full((len(numbers), shape[3], 3), np.nan), np.zeros(len(numbers))
     loads, device, lengths_from = False, False, None
-    memory, arrivals = list[format.Memory](), dict[int, StepArrivals]()
+    memory, came = list[format.Memory](), dict[int, Mapping[Group, Arrivals]]()
     for file, timeline in enumerate(files):
         steps, places_here = timeline.steps, np.flatnonzero(file_of == file)
         rows = row_of[places_here]
@@ -237,6 +252,12 @@ def _laid_out(
         device |= bool((steps["flags"][rows] & format.DEVICE_CLOCK).any())
         core_waits_ms[places_here] = _core_waits(timeline, rows)
         works, memories = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
+        groups = {
+            name: (axis, name, ranks_of(group.ranks) or ())
+            for listed in timeline.facts(format.GROUPS).values()
+            for name, group in unpack_json(listed, Groups).items()
+            if (axis := axis_of(group.desc)) in INSIDE
+        }
         for t, row in zip(places_here.tolist(), rows.tolist(), strict=True):
             if (allocated := format.Memory.unpack(memories[row])) is not None:
                 memory.append(allocated)
@@ -247,8 +268,9 @@ def _laid_out(
             if (data := unpack_data(timeline.facts(format.DATA).get(row, b""))) is not None:
                 loads, of_chunks = True, data[: shape[3], : shape[1]].T
                 loading_ms[t, : len(of_chunks), 0, : of_chunks.shape[1]] = of_chunks / 1e3
-            if (came := step_arrivals(timeline, row, *names[0])) is not None:
-                arrivals[int(numbers[t])] = came
+            arrivals = unpack_arrivals(timeline.facts(format.COLLECTIVES).get(row, b""))
+            if known := {groups[each.group]: each for each in arrivals if each.group in groups}:
+                came[int(numbers[t])] = known
         for number in np.unique(steps["shape"][rows]).tolist():
             alike = places_here[steps["shape"][rows] == number]
             decoded, times = timeline.times(row_of[alike].tolist())
@@ -282,10 +304,7 @@ def _laid_out(
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     usual_ms = list(zip(numbers.tolist(), _usual_pass(start, end), strict=True))
-    ran_ms = {
-        axis: np.array([arrivals[each].ran_ms(axis, ms) if each in arrivals else np.nan for each, ms in usual_ms])
-        for axis in axes
-    }
+    ran_ms = {axis: np.array([ran(came.get(number, {}), axis, ms) for number, ms in usual_ms]) for axis in axes}
     ran_ms = {axis: ms for axis, ms in ran_ms.items() if np.isfinite(ms).all()}
     passes_ms = np.nansum(end - start, axis=(1, 2, 3))
     ran_fraction = np.clip(sum(ran_ms.values(), np.zeros(len(numbers))) / np.maximum(passes_ms, 1e-9), 0.0, 1.0)
@@ -297,7 +316,7 @@ def _laid_out(
         start=start,
         end=end,
         compute=end - start - collected_ms - loading_ms,
-        alone=bool(arrivals),
+        alone=bool(came),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start - loading_ms) * (1.0 - ran_fraction)[:, None, None, None],
         spent={
@@ -315,7 +334,7 @@ def _laid_out(
         work=work,
         lengths_from=lengths_from,
         device=device,
-        came=arrivals,
+        came=came,
         memory=combined_memory(memory),
         modules=modules,
     )
@@ -342,25 +361,70 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> Iterator[RankSteps]:
     """Yields the ranks with the time that they waited for their peers in collectives in ``spent``, and without it in
     ``compute``: taken evenly from the passes of a step, because not every clock shows in which pass a rank waited.
     Waits that are longer than a usual pass stay there: they are in single passes, and would be taken from all."""
-    by_step: dict[tuple[int, int, int], dict[int, StepArrivals]] = defaultdict(dict)
-    usual_ms: dict[tuple[int, int, int], float] = {}
-    for rank in ranks:
-        for number, pass_ms in zip(rank.steps.tolist(), _usual_pass(rank.start, rank.end), strict=True):
-            if number in rank.came:
-                key = *rank.place[:2], number
-                by_step[key][rank.place[2]], usual_ms[key] = rank.came[number], pass_ms
-    waits = {key: waited_ms(list(peers.values()), usual_ms[key]) for key, peers in by_step.items()}
-    unknown = np.full(2, np.nan)
-    for rank in ranks:
-        of_peers = [waits.get((*rank.place[:2], number), {}) for number in rank.steps.tolist()]
-        of_rank = [of_step.get(rank.names[0][0], {}) for of_step in of_peers]
-        waits_ms = {axis: np.array([by_axis.get(axis, unknown) for by_axis in of_rank]) for axis in INSIDE}
+    groups: defaultdict[tuple[int, int, int, Group], list[tuple[Member, float, Floats]]] = defaultdict(list)
+    waits = [{axis: np.full((len(rank.steps), 2), np.nan) for axis in INSIDE} for rank in ranks]
+    for rank, waits_ms in zip(ranks, waits, strict=True):
+        (replica, stage, _), (_, host) = rank.place, rank.names[0]
+        usual_ms = _usual_pass(rank.start, rank.end)
+        for t, number in enumerate(rank.steps.tolist()):
+            for group, arrivals in rank.came.get(number, {}).items():
+                member = host, float(rank.enter[t]), arrivals
+                groups[replica, stage, number, group].append((member, usual_ms[t], waits_ms[group[0]][t]))
+    for (*_, group), members in groups.items():
+        in_group = waited_ms(group, [member for member, *_ in members], members[-1][1])
+        for (*_, of_axis), ms in zip(members, in_group, strict=False):
+            of_axis[:] = np.nan_to_num(of_axis) + ms
+    for rank, waits_ms in zip(ranks, waits, strict=True):
         shorter_ms = sum(np.nan_to_num(ms[:, 0] - ms[:, 1]) for ms in waits_ms.values())
         part = np.clip(shorter_ms / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING)
         # Steps in which a peer recorded nothing are not in the table, so their waiting need not be known.
         known_ms = {f"{axis}_waiting": ms[:, 0] for axis, ms in waits_ms.items() if np.isfinite(ms).any()}
         compute = rank.compute * (1.0 - part)[:, None, None, None]
         yield replace(rank, spent={**rank.spent, **known_ms}, compute=compute)
+
+
+Member = tuple[str | None, float, Arrivals]
+"""A rank in one step: its host, when the step began on its clock, in milliseconds, and when it came to collectives."""
+
+
+def waited_ms(group: Group, members: Sequence[Member], pass_ms: float = math.inf) -> list[Floats]:
+    """Returns how many milliseconds of one step each member waited for the others of its group: all of it, and the part
+    in single waits that are longer than a usual pass takes (``pass_ms``); nothing if the ranks of the group cannot be
+    compared.
+
+    A rank that comes to a collective early waits until the last one comes; the last one waits for no one. A rank that
+    waits for a slow rank in one group, and therefore comes late to another group, still counts as one that waited.
+    """
+    hosts, lengths = {host for host, *_ in members}, {arrivals.lengths for *_, arrivals in members}
+    if len(members) < len(group[2]) or len(lengths) > 1 or (lengths == {False} and len(hosts) > 1):
+        return []
+    shift = max(arrivals.shift for *_, arrivals in members)
+    numbers = [arrivals.numbers[kept(arrivals.numbers, shift)] for *_, arrivals in members]
+    common = reduce(partial(np.intersect1d, assume_unique=True), numbers)  # the collectives that all members kept
+    came_us = []
+    for _, begun_ms, arrivals in members:
+        values_us = arrivals.values[np.searchsorted(arrivals.numbers, common)]
+        # Who comes last has the shortest part.
+        came_us.append(-values_us if arrivals.lengths else (begun_ms - members[0][1]) * 1e3 + values_us)
+    last_us = np.max(came_us, axis=0)
+    return [_sum_ms(last_us - since_us, shift, pass_ms) for since_us in came_us]
+
+
+def ran(came: Mapping[Group, Arrivals], axis: str, pass_ms: float) -> float:
+    """Returns how many milliseconds the collectives of an axis ran on a rank's device in a step, including waiting; NaN
+    if that is not known. ``pass_ms``: what a usual pass takes."""
+    of_axis = [arrivals for (of, *_), arrivals in came.items() if of == axis]
+    if not of_axis or not all(arrivals.lengths for arrivals in of_axis):
+        return math.nan
+    return sum(float(_sum_ms(arrivals.values, arrivals.shift, pass_ms)[0]) for arrivals in of_axis)
+
+
+def _sum_ms(values_us: npt.NDArray[Any], shift: int, pass_ms: float) -> Floats:
+    """Returns the sum of values of which one in 2^``shift`` was kept, and the part longer than a pass. Such a value
+    counts once: had there been more of them, there would be as many longer passes."""
+    longer = values_us > 1e3 * pass_ms
+    longer_us = values_us[longer].sum()
+    return np.array((values_us[~longer].sum() * 2.0**shift + longer_us, longer_us)) / 1e3
 
 
 def _usual_pass(start: Floats, end: Floats) -> list[float]:

@@ -11,11 +11,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import StepArrivals
 from megaprof.analysis.notes import Note
 from megaprof.analysis.table.iterations import Iterations, Parts
 from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey
 from megaprof.formats import ranges
+from megaprof.formats.facts import Arrivals
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
@@ -225,6 +225,11 @@ class Table:
         return self.end - self.start
 
 
+Group = tuple[str, str, tuple[int, ...]]
+"""A group whose ranks wait for each other inside a pass: its axis (``tp``, ``cp`` or ``ep``), its name in torch, and
+its ranks."""
+
+
 @dataclass(frozen=True)
 class RankSteps:
     """The recording of one rank, in milliseconds on the clock of its host.
@@ -265,8 +270,8 @@ class RankSteps:
     """True if its times are on the GPU's clock, on which a step begins later than on the host."""
     alone: bool = True
     """False if ``compute`` may contain waiting for peers."""
-    came: Mapping[int, StepArrivals] = field(default_factory=dict)
-    """When the rank arrived at its collectives, by step, if known."""
+    came: Mapping[int, Mapping[Group, Arrivals]] = field(default_factory=dict)
+    """When the rank came to the collectives of each group, by step, if known."""
     memory: Memory | None = None
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     parts: Sequence[Parts] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaprof.analysis.collectives.arrivals import Group, StepArrivals, waited_ms
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.recorded import Member, ran, tables_of_timelines, waited_ms
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.reading import Timelines
 from megaprof.formats import timeline as format
@@ -28,15 +26,12 @@ from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import write_timelines
 
-_TENSOR, _EXPERT = Group("tp", "1", (0, 1)), Group("ep", "2", (1, 2))
+PAIR = "tp", "1", (0, 1)
 
 
-def of(
-    rank: int, values: list[int], lengths: bool = False, host: str = "a", start_ns: int = 0, **other: Any
-) -> StepArrivals:
+def of(values: list[int], lengths: bool = False, host: str = "a", begun_ms: float = 0.0, **other: Any) -> Member:
     numbers = other.get("numbers", np.arange(1, len(values) + 1))
-    arrivals = Arrivals("1", lengths, other.get("shift", 0), numbers, np.array(values))
-    return StepArrivals(rank, host, start_ns, {other.get("group", _TENSOR): arrivals})
+    return host, begun_ms, Arrivals("1", lengths, other.get("shift", 0), numbers, np.array(values))
 
 
 def at(value: int) -> list[int]:
@@ -44,53 +39,37 @@ def at(value: int) -> list[int]:
     return [0] * 31 + [value]
 
 
-def sums(ranks: list[StepArrivals]) -> dict[int, dict[str, float]]:
-    """How many milliseconds each rank waited, by axis."""
-    return {rank: {axis: float(waited[0]) for axis, waited in axes.items()} for rank, axes in waited_ms(ranks).items()}
+def sums(*members: Member) -> list[float]:
+    """How many milliseconds each member of a pair waited."""
+    return [float(waited) for waited, _ in waited_ms(PAIR, members)]
 
 
 def test_who_comes_first_waits_for_who_comes_last() -> None:
-    assert sums([of(0, at(1000)), of(1, at(3000))]) == {0: {"tp": 2.0}, 1: {"tp": 0.0}}
+    assert sums(of(at(1000)), of(at(3000))) == [2.0, 0.0]
     # Hosts enter steps at different times; what counts is when they came.
-    assert sums([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: {"tp": 128.0}, 1: {"tp": 0.0}}
+    assert sums(of([1000] * 32), of([0] * 32, begun_ms=5.0)) == [128.0, 0.0]
     # On a device the shortest part is that of the last.
-    assert sums([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {
-        0: {"tp": 7.0},
-        1: {"tp": 0.0},
-    }
-    assert waited_ms([of(0, at(1000)), of(1, at(3000), host="b")]) == {}  # on clocks that may differ
-    assert waited_ms([of(0, at(1000))]) == {}
-    assert waited_ms([of(0, [1]), of(1, [2], lengths=True)]) == {}
-
-
-def test_who_is_late_to_one_group_because_of_another_has_waited() -> None:
-    """Rank 0 comes 9 ms late to rank 1, which therefore comes late to rank 2."""
-    both = replace(of(1, [0]), groups={**of(1, [0]).groups, **of(1, [9000], group=_EXPERT).groups})
-    assert sums([of(0, [9000]), both, of(2, [0], group=_EXPERT)]) == {
-        0: {"tp": 0.0},
-        1: {"tp": 9.0, "ep": 0.0},
-        2: {"ep": 9.0},
-    }
+    assert sums(of(at(9000), lengths=True), of(at(2000), lengths=True, host="b")) == [7.0, 0.0]
+    assert sums(of(at(1000)), of(at(3000), host="b")) == []  # on clocks that may differ
+    assert sums(of(at(1000))) == []
+    assert sums(of([1]), of([2], lengths=True)) == []
 
 
 def test_what_was_left_out_counts_as_what_was_kept() -> None:
-    all_of_them = of(0, [0] * 64)
-    numbers = all_of_them.groups[_TENSOR].numbers
+    numbers = np.arange(1, 65)
     some = numbers[kept(numbers, 3)]
-    slow = of(1, [1000] * len(some), numbers=some, shift=3)
-    assert sums([all_of_them, slow]) == {0: {"tp": 8.0 * len(some)}, 1: {"tp": 0.0}}
+    assert sums(of([0] * 64), of([1000] * len(some), numbers=some, shift=3)) == [8.0 * len(some), 0.0]
 
 
 def test_a_wait_longer_than_a_usual_pass_counts_once() -> None:
     """Of 64 collectives some are kept, and the peer is late to one of them by 200 ms: no other pass is as long."""
     numbers = np.arange(1, 65)[kept(np.arange(1, 65), 3)]
     values = [1000] * len(numbers)
-    stalled = of(1, [200_000, *values[1:]], lengths=True, numbers=numbers, shift=3)
+    stalled = of([200_000, *values[1:]], lengths=True, numbers=numbers, shift=3)
     rest_ms = 8.0 * (len(numbers) - 1)
-    (group,) = stalled.groups
-    found = waited_ms([of(0, [0] * len(numbers), lengths=True, numbers=numbers, shift=3), stalled], pass_ms=30.0)
-    assert found[1][group.axis].tolist() == [rest_ms + 200.0, 200.0]
-    assert stalled.ran_ms("tp", 30.0) == rest_ms + 200.0
+    found = waited_ms(PAIR, [of([0] * len(numbers), lengths=True, numbers=numbers, shift=3), stalled], pass_ms=30.0)
+    assert found[1].tolist() == [rest_ms + 200.0, 200.0]
+    assert ran({PAIR: stalled[2]}, "tp", 30.0) == rest_ms + 200.0
 
 
 GROUP = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP"}
