@@ -87,8 +87,8 @@ Microseconds = npt.NDArray[np.int64]
 
 
 class Memory(NamedTuple):
-    """The memory of a rank's device in a step, in bytes: what is allocated when it ends (in a trace, the least in it),
-    the most so far, or since the host last reset torch's counter, and what the device has, 0 if that is not known."""
+    """The memory of a rank's device in a step, in bytes: what is allocated when it ends, the most so far, or since the
+    host last reset torch's counter, and what the device has, 0 if that is not known."""
 
     allocated: int
     peak: int

@@ -25,9 +25,16 @@ from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, S
 from megaprof.analysis.notes import PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, Group, RankSteps, Table, Unfit
-from megaprof.analysis.table.tabulate import cells_of, forward_share, place_of, schedule_of, tabulate, warming_up
+from megaprof.analysis.table.tabulate import (
+    cells_of,
+    combined_memory,
+    forward_share,
+    place_of,
+    schedule_of,
+    tabulate,
+    warming_up,
+)
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import combined_memory
 from megaprof.analysis.trace.groups import INSIDE, axis_of, parallel_of, ranks_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes

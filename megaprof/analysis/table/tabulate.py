@@ -24,10 +24,10 @@ from megaprof.analysis.notes import BEYOND_SCHEDULE, Note
 from megaprof.analysis.table.iterations import iterations_of
 from megaprof.analysis.table.table import DATA, QUARTILE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.columns import Numbers
-from megaprof.analysis.trace.gpu import combined_memory
 from megaprof.analysis.trace.steps import ModuleKey, TracedStep, grouped
 from megaprof.formats.facts import SOURCES
 from megaprof.formats.metadata import Metadata
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords
 
@@ -173,6 +173,15 @@ def modules_of(recorded: Sequence[RankSteps | TracedStep]) -> dict[ModuleKey, tu
     """Returns the nanoseconds of every pass through a module, of all these ranks or steps."""
     keys = dict.fromkeys(key for each in recorded for key in each.modules)
     return {key: tuple(ns for each in recorded for ns in each.modules.get(key, ())) for key in keys}
+
+
+def combined_memory(memories: Iterable[Memory | None]) -> Memory | None:
+    """Returns the least and the most that was allocated, on the smallest device; None if nothing is known."""
+    known = [memory for memory in memories if memory is not None]
+    if not known:
+        return None
+    allocated, peak, capacity = zip(*known, strict=True)
+    return Memory(min(allocated), max(peak), min(filter(None, capacity), default=0))
 
 
 def _places(

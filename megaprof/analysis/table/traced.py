@@ -27,7 +27,6 @@ from megaprof.analysis.table.tabulate import (
     tabulate,
     warming_up,
 )
-from megaprof.analysis.trace.gpu import combined_memory
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.reading import Workers
 from megaprof.analysis.trace.steps import WHOLE_STEP, TracedStep, grouped
@@ -298,7 +297,6 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         lengths_from=metadata.lengths_from,
         experts=float(np.mean([*expert_tokens.values()])) if expert_tokens else np.nan,
         sequences=sequences,
-        memory=combined_memory(step.memory for step in steps),
         modules=modules_of(steps),
     )
 
@@ -402,7 +400,6 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         spent=spent,
         profiled_length=traced.length,
         experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
-        memory=tuple(map(combined_memory, zip(recorded.memory, traced.memory, strict=True))),
         modules=traced.modules,
         warnings=tuple(n for n in notes if n.kind != "exposed_unknown" or not n.names or {*n.names} - spent.keys()),
     )

@@ -7,7 +7,6 @@ in the order in which they first occur.
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from collections import Counter, defaultdict
@@ -32,8 +31,7 @@ Numbers = npt.NDArray[np.int64]
 
 KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver")
-ANNOTATION, OPERATOR, INSTANT = "user_annotation", "cpu_op", "cpu_instant_event"
-_ALLOCATION, _MOST_BYTES = "[memory]", 1 << 53
+ANNOTATION, OPERATOR = "user_annotation", "cpu_op"
 #: Larger times, in nanoseconds, are impossible. Base, start and duration each stay below a quarter of int64, so no sum
 #: of them overflows.
 LONGEST = 1 << 61
@@ -109,8 +107,6 @@ class Events:
         """The moment from which times in the file count, in nanoseconds since the epoch."""
         self.impossible: Counter[str] = Counter()
         """The number of events without a possible time, by category."""
-        self.allocations: dict[int, list[tuple[int, int]]] = {}
-        """Times and allocated bytes by device, if memory was recorded."""
         self.cut: set[int] = set()
         """The ends of our ranges that were open when the process or the recording ended, if the file says so."""
         self.names: list[str] = []
@@ -226,17 +222,8 @@ class KinetoEvents(Events):
                     of_category = [each for each in of_category if each.name in speaking] if speaking else []
             if category in self._wanted and of_category:
                 self._collect(category, [event for event in of_category if event.ph == "X"])
-            elif name is None or category == INSTANT:  # names of processes, and allocations
-                for event in of_category:
-                    args = event.args
-                    if event.ph == "M" and args.label is not None:
-                        self.processes.add(args.label)
-                    elif event.name == _ALLOCATION and args.device is not None and args.allocated is not None:
-                        possible = math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST
-                        if possible and args.device >= 0 and 0 <= args.allocated < _MOST_BYTES:
-                            of_device = self.allocations.setdefault(args.device, [])
-                            of_device.append((round(event.ts * 1000), args.allocated))
-                            self._rows += 1
+            elif name is None:
+                self.processes |= {event.args.label for event in of_category if event.ph == "M" and event.args.label}
 
     def _collect(self, category: str, events: Sequence[Event]) -> None:
         """Collects what is read of some events. It becomes columns when all of it is there."""

@@ -25,8 +25,6 @@ _ARGUMENTS = {
     "ranks": "Process Group Ranks",
     "collective": "Collective name",
     "label": "name",
-    "allocated": "Total Allocated",
-    "device": "Device Id",
     "external": "External id",
     "node": "graph node id",
 }
@@ -42,8 +40,8 @@ class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it. ``external`` is the
     number that both share with the operator around the call (0: none). ``node`` is the node of a CUDA graph that the
     activity ran (0: none). NCCL's kernels and ``record_param_comms`` (torch >= 2.4) have more, among it
-    ``description``, the name that Megatron gave the process group, and its ``ranks`` as JSON. Allocations have the
-    bytes that are allocated after them, and the device (-1: the host's memory). ``label``: the name of a process.
+    ``description``, the name that Megatron gave the process group, and its ``ranks`` as JSON. ``label``: the name of a
+    process.
     """
 
     correlation: int = 0
@@ -54,8 +52,6 @@ class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     ranks: str | None = None
     collective: str | None = None
     label: str | None = None
-    allocated: int | None = None
-    device: int | None = None
 
 
 _NO_ARGS = Args()

@@ -1,5 +1,5 @@
 """Reads GPU activity into arrays: each kernel, copy and memset with its time, its launch, and its communication group
-(`groups`). Also reads how much GPU memory was allocated.
+(`groups`).
 
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch connects an activity
 to a range, because it happens while the range is open. That also works for a backward, whose range is on the main
@@ -13,20 +13,17 @@ start of each session, one more each time (pytorch/pytorch#192021). The calls th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, KinetoEvents, Numbers
+from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, Numbers
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, is_parallel, use_by_name, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.timeline import Memory
 
 #: In healthy traces (A100, H100, B200, MI300) every launch has its kernel, every kernel a possible time and, but for
 #: what Megatron does between passes, a range. If a larger part than this has none, a step's numbers are not shown.
@@ -160,38 +157,6 @@ def _possible_ends(spans: Intervals, stream: npt.NDArray[np.int64]) -> npt.NDArr
         covers = (stream_ends[:-1] > least_later_end) & (starts[1:] > starts[:-1])
         ends[rows[:-1][covers]] = starts[1:][covers]
     return ends
-
-
-def combined_memory(memories: Iterable[Memory | None]) -> Memory | None:
-    """Returns the least and the most that was allocated, on the smallest device; None if nothing is known."""
-    known = [memory for memory in memories if memory is not None]
-    if not known:
-        return None
-    allocated, peak, capacity = zip(*known, strict=True)
-    return Memory(min(allocated), max(peak), min(filter(None, capacity), default=0))
-
-
-def memory_in(events: KinetoEvents) -> Callable[[int, int], Memory | None]:
-    """Returns what says, for two moments in wall-clock nanoseconds, how much was allocated between them on the device
-    that has the most; None if that is not known. Kineto writes an instant event for each allocation and release of the
-    caching allocator (``--profile-memory``)."""
-    of_devices = events.allocations.items()
-    device, rows = max(of_devices, key=lambda entry: max(bytes for _, bytes in entry[1]), default=(-1, []))
-    times, allocated = np.array(sorted(rows), dtype=np.int64).reshape(-1, 2).T
-    times = times + events.base
-    try:
-        devices = msgspec.json.decode(events.document.top.get("deviceProperties", b"[]"), type=list[dict[str, Any]])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        devices = []
-    capacity = next((each.get("totalGlobalMem") for each in devices if each.get("id") == device), None)
-    known = capacity if isinstance(capacity, int) and capacity > 0 else 0
-
-    def between(start: int, end: int) -> Memory | None:
-        first, last = np.searchsorted(times, (start, end))
-        call_bytes = allocated[max(first - 1, 0) : last]
-        return Memory(int(call_bytes.min()), int(call_bytes.max()), known) if last > first else None
-
-    return between
 
 
 def without_kernels(metadata: Metadata, launches: int, *, has_gpu: bool, why: str | None) -> Note | None:

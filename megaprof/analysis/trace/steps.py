@@ -32,7 +32,6 @@ from megaprof.analysis.trace.intervals import (
 from megaprof.analysis.trace.traces import Trace, TracedRange, times_of, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import Pass
 
 WHOLE_STEP = "train_overall"
@@ -129,8 +128,6 @@ class TracedStep:
     """The axes of its communication on the GPU, as far as they are known."""
     modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
     """Nanoseconds of each pass through each module."""
-    memory: Memory | None = None
-    """Memory allocated on its device; None if that was not captured."""
     incomplete: Note | None = None
     """Why a part of the step is missing; None if nothing is."""
     unseen: Note | None = None
@@ -236,7 +233,6 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
         finalize=finalize,
         has_kernels=trace.gpu is not None or unseen is not None,
         spent=dict.fromkeys((*_ANY_USER, "unknown"), 0.0 if unseen is None else np.nan),
-        memory=trace.memory(*extent),
         incomplete=unseen,
         unseen=unseen,
     )

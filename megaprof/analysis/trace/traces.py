@@ -25,7 +25,6 @@ from megaprof.analysis.trace.gpu import (
     Activities,
     activities,
     is_start,
-    memory_in,
     without_kernels,
     without_times,
 )
@@ -34,7 +33,6 @@ from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, owne
 from megaprof.formats import ranges
 from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, read_metadata
-from megaprof.formats.timeline import Memory
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
@@ -83,8 +81,6 @@ class Trace:
     """Why its file ends too early, so that sums may be too small; None for a whole file."""
     base: int = 0
     """The moment from which times in the file count, in wall-clock nanoseconds."""
-    memory: Callable[[int, int], Memory | None] = lambda start, end: None
-    """Returns the memory that was allocated between two moments; None if that was not recorded."""
 
 
 def times_of(traced: Iterable[TracedRange]) -> Intervals:
@@ -190,7 +186,6 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
         warnings=tuple(warnings),
         cut=document.cut,
         base=events.base,
-        memory=memory_in(events),
     )
 
 

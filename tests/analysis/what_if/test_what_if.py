@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import json
 import shlex
 import tempfile
 from dataclasses import astuple, replace
@@ -15,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import assumptions, worth_showing
@@ -22,12 +22,14 @@ from megaprof.analysis.simulation import simulate
 from megaprof.analysis.table.tabulate import schedule_of
 from megaprof.analysis.what_if.contents import Cost, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
+from megaprof.analysis.what_if.what_if import what_if as predictions
 from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds, pipeline
+from tests.analysis.tables import tables_in
 from tests.analysis.what_if.oracle import CostModel, replay_layout
 
 CPU = {"gpu": False, "noise": 0.005}
@@ -217,33 +219,15 @@ def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     assert (forwards.in_flight, forwards.best.in_flight) == ((0, 0), (0, 0))
 
 
-def with_memory(directory, *, layer, activations, beside, capacity):
-    """What ``--profile-memory`` adds, in GiB: ``layer`` for every layer, ``activations`` for every layer and microbatch
-    in flight, and ``beside`` these by stage. ``capacity``: of every device, None where the trace does not say."""
-    for path in directory.glob("*.gz"):
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        stage, (held,) = trace["megaprof"]["coords"]["pp"], trace["megaprof"]["chunks"]
-        now, layers = beside[stage] + layer * held["layers"], held["layers"]
-        passes = [e for e in trace["traceEvents"] if e["name"].startswith(("megaprof/forward", "megaprof/backward"))]
-        for event in sorted(passes, key=lambda e: e["ts"]):
-            more = activations * layers * (1 if "forward" in event["name"] else -1)
-            for gained, device in ((more, 0), (100.0, -1)):  # the host's memory does not count
-                now += gained if device == 0 else 0.0
-                args = {"Total Allocated": round((now if device == 0 else 500.0) * 2**30), "Device Id": device}
-                args |= {"Total Reserved": 0, "Bytes": round(gained * 2**30), "Device Type": device + 1, "Addr": 7}
-                instant = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 7, "tid": 1}
-                trace["traceEvents"].append({**instant, "ts": event["ts"] + 1, "args": args})
-        if capacity is not None:
-            trace["deviceProperties"] = [{"id": 0, "name": "a device", "totalGlobalMem": round(capacity * 2**30)}]
-        path.write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
-
-
 @pytest.mark.parametrize("capacity", [40, 22, 20, None])
 def test_a_layout_that_would_not_fit_into_the_measured_memory_is_not_advised(tmp_path, capacity):
     write(Scenario("memory", layers=(2, 6), microbatches=8, **CPU), tmp_path)
     # Peaks: 2 * 2 + 12 + 4 * 0.5 = 18 GiB on stage 0, 6 * 2 + 2 + 6 * 0.5 = 17 on stage 1, where a layer takes least.
-    with_memory(tmp_path, layer=2.0, activations=0.5, beside=(12.0, 2.0), capacity=capacity)
-    what_if = analyze(tmp_path).targets[0].what_if
+    gib = [(16, 18), (14, 17)]
+    memory = tuple(Memory(least << 30, most << 30, (capacity or 0) << 30) for least, most in gib)
+    (table,) = tables_in(tmp_path).values()
+    examined = examine(replace(table, memory=memory))
+    what_if, _ = predictions(examined, diagnose(examined))
     of = {each.layers: each for each in what_if.candidates if each.kind == "layout"}
     even = of[4, 4]
     if capacity is None:  # nothing is guessed
