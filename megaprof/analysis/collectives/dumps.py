@@ -56,22 +56,12 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A process group as one rank knows it."""
-
-    description: str
-    """Megatron's description, such as ``TENSOR_MODEL_PARALLEL_GROUP``; empty if there is none."""
-    ranks: tuple[int, ...]
-    """Global ranks in the group's order; empty if the dump does not say (gloo)."""
-
-
-@dataclass(frozen=True)
 class Dump:
     """The operations that one rank has called, and those of them that have not ended."""
 
-    rank: int
-    groups: Mapping[str, Group]
-    """By name."""
+    groups: Mapping[str, tuple[str, tuple[int, ...]]]
+    """By name: Megatron's description, such as ``TENSOR_MODEL_PARALLEL_GROUP`` (empty if there is none), and global
+    ranks in the group's order (empty if the dump does not say: gloo)."""
     called: Mapping[str, int]
     """Number of the last collective called, among the operations in the dump, by group."""
     enqueued: Mapping[str, int]
@@ -107,11 +97,8 @@ def rank_of(path: Path) -> int | None:
     return int(match["rank"]) if match is not None else None
 
 
-def read_dump(path: Path) -> Dump:
-    """Returns the dump in a file. Raises Unanswerable and OSError."""
-    rank = rank_of(path)
-    if rank is None:
-        raise Unanswerable("its name does not end in a rank")
+def read_dump(rank: int, path: Path) -> Dump:
+    """Returns the dump of ``rank`` in a file. Raises Unanswerable and OSError."""
     if path.stat().st_size > _LARGEST_BYTES:
         raise Unanswerable(f"it has more than {_LARGEST_BYTES >> 20} MiB")
     content = path.read_bytes()
@@ -125,18 +112,18 @@ def read_dump(path: Path) -> Dump:
 
 def dump_of(rank: int, flight: Flight) -> Dump:
     """Returns the dump of ``rank`` from what its flight recorder holds. Raises Unanswerable."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, config in flight.pg_config.items():
         if name:
             if (ranks := ranks_of(config.ranks)) is None:
                 raise Unanswerable(f"a group has the ranks {config.ranks[:40]!r}")
-            groups[name] = Group(config.desc, ranks)
+            groups[name] = config.desc, ranks
     called: defaultdict[str, int] = defaultdict(int)
     exchanging = set()
     pending: list[Operation] = []
     for entry in settled(sorted(flight.entries, key=lambda entry: entry.record_id)):
         name, description = entry.process_group
-        group = groups.setdefault(name, Group(description, ()))
+        _, ranks = groups.setdefault(name, (description, ()))
         called[name] = max(called[name], entry.collective_seq_id)
         exchange = EXCHANGE.search(entry.profiling_name)
         if exchange is not None or entry.is_p2p:
@@ -144,7 +131,7 @@ def dump_of(rank: int, flight: Flight) -> Dump:
         if entry.ended or (exchange is None and entry.is_p2p):  # of such a batch, the ring has not kept the exchanges
             continue
         if exchange is not None or not pending or pending[-1].batch != entry.batch:
-            pending.append(_operation(rank, entry, group, exchange))
+            pending.append(_operation(rank, entry, ranks, exchange))
     # `pg_status` numbers the groups in the order in which the process made them, and `pg_config` has their names. As
     # long as names are numbers, both have the same order; otherwise they cannot be matched.
     names, places = [name for name in flight.pg_config if name], list(flight.pg_status)
@@ -153,17 +140,17 @@ def dump_of(rank: int, flight: Flight) -> Dump:
         for name, place in zip(sorted(names, key=int), sorted(places, key=int), strict=True):
             enqueued[name] = flight.pg_status[place].last_enqueued_collective
     latest = max((entry.time_created_ns for entry in flight.entries), default=0) / 1e9
-    return Dump(rank, groups, dict(called), enqueued, frozenset(exchanging), tuple(pending), latest)
+    return Dump(groups, dict(called), enqueued, frozenset(exchanging), tuple(pending), latest)
 
 
-def _operation(rank: int, entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
+def _operation(rank: int, entry: Entry, ranks: tuple[int, ...], exchange: re.Match[str] | None) -> Operation:
     name = entry.profiling_name.partition(":")[2] or entry.profiling_name
     peer = None
     if exchange is not None:
         name, index = exchange["what"], int(exchange["peer"])
-        if index >= len(group.ranks):
-            raise Unanswerable(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
-        peer = group.ranks[index]
+        if index >= len(ranks):
+            raise Unanswerable(f"{entry.profiling_name} in a group of {len(ranks)} ranks")
+        peer = ranks[index]
     return Operation(
         rank,
         entry.process_group[0],

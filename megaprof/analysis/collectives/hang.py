@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.dumps import Dump, Group, Operation, dump_of, rank_of, read_dump
+from megaprof.analysis.collectives.dumps import Dump, Operation, dump_of, rank_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import Standing, Standstill
@@ -123,7 +123,7 @@ def hang_of(paths: Iterable[Path]) -> Hang:
         if (rank := rank_of(path)) is None:
             continue
         try:
-            dump = read_dump(path)
+            dump = read_dump(rank, path)
         except (Unanswerable, OSError) as fault:
             warnings.append(Note("dump_unreadable", files=(path.name,), ranks=(rank,), said=str(fault)))
             continue
@@ -220,28 +220,32 @@ class _Job:
         #: The numbers of the first collectives that have not ended, by rank and group.
         self.first: dict[tuple[int, str], int] = {}
         exchanges: defaultdict[_Side, list[Operation]] = defaultdict(list)
-        groups: defaultdict[str, dict[int, Group]] = defaultdict(dict)
+        #: What each group is called: Megatron's description, or its name.
+        self._descriptions: dict[str, str] = {}
+        groups: defaultdict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         for rank, dump in sorted(dumps.items()):
-            for name, group in dump.groups.items():
-                groups[name][rank] = group
+            for name, (description, ranks) in dump.groups.items():
+                self._descriptions.setdefault(name, description or name)
+                groups[name][rank] = ranks
             for operation in dump.pending:
                 if operation.peer is not None:
                     exchanges[rank, operation.group, operation.name, operation.peer].append(operation)
                     continue
                 self.calls[operation.group, operation.number][rank] = operation
                 self.first.setdefault((rank, operation.group), operation.number)
-        self._groups = {name: next(iter(by_rank.values())) for name, by_rank in groups.items()}
         #: The ranks of each group in its order; if no dump lists them, those whose dumps mention the group.
         self.members: dict[str, tuple[int, ...]] = {}
         #: A note about each group whose ranks hold different lists of its members.
         self.disagreements: list[Note] = []
         for name, by_rank in groups.items():
-            lists = {group.ranks for group in by_rank.values() if group.ranks}
+            lists = {*by_rank.values()} - {()}
             self.members[name] = max(lists, key=len, default=tuple(by_rank))
             if len(lists) > 1:
                 members = (", ".join(map(str, ranks)) for ranks in sorted(lists))
-                names = (self._groups[name].description or name, name, *members)
-                self.disagreements.append(Note("group_differs", names=names))
+                self.disagreements.append(Note("group_differs", names=(self._descriptions[name], name, *members)))
+        named = [(self._descriptions[name], ranks) for name, ranks in self.members.items()]
+        self._stages = {rank: stage for name, ranks in named if name == _PIPELINE for stage, rank in enumerate(ranks)}
+        self._peers = {rank: ranks for name, ranks in named if name == _TENSOR for rank in ranks}
         #: The other side of each exchange; None if it was not called.
         self._answers: dict[Operation, Operation | None] = {}
         for (caller, group_name, name, peer), operations in exchanges.items():
@@ -333,11 +337,10 @@ class _Job:
 
     def awaited(self, operation: Operation) -> Awaited:
         """Returns the operation, with what is known of its group."""
-        group = self._groups[operation.group]
         return Awaited(
             operation.name,
             operation.number if operation.peer is None else None,
-            group.description or operation.group,
+            self._descriptions[operation.group],
             operation.between or self.members[operation.group],
             operation.sizes,
             operation.called,
@@ -346,18 +349,8 @@ class _Job:
     def stage(self, rank: int) -> int | None:
         """Returns the pipeline stage of ``rank``; None if the dumps do not say. A rank that left no dump may be in no
         known pipeline group; then a tensor-parallel peer, which is on the same stage, gives the stage."""
-        for peer in (rank, *self._group_with(rank, _TENSOR)):
-            pipeline = self._group_with(peer, _PIPELINE)
-            if pipeline:
-                return pipeline.index(peer)
-        return None
-
-    def _group_with(self, rank: int, description: str) -> tuple[int, ...]:
-        """Returns the ranks of the group with this description that ``rank`` is in; empty if no dump has it."""
-        groups = self.members.items()
-        return next(
-            (ranks for name, ranks in groups if self._groups[name].description == description and rank in ranks), ()
-        )
+        stages = (self._stages.get(each) for each in (rank, *self._peers.get(rank, ())))
+        return next((stage for stage in stages if stage is not None), None)
 
 
 #: One direction of the exchanges of a rank in a group: the rank, the group, ``send`` or ``recv``, and the other rank.

@@ -239,7 +239,7 @@ def test_hostile_files_run_nothing_and_get_one_line(
 ) -> None:
     (tmp_path / "rank_0").write_bytes(held)
     with pytest.raises(Unanswerable):
-        read_dump(tmp_path / "rank_0")
+        read_dump(0, tmp_path / "rank_0")
     assert main(["hang", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
