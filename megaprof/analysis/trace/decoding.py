@@ -100,7 +100,9 @@ class Document(Generic[Anything]):
         """The number of events that were not of type ``kind``."""
         self.cut: str | None = None
         """Why the file ends too early; None if it does not."""
-        self._text = _Text(chunks)
+        # The text that has been read and not used yet, which begins at the cursor.
+        self._data, self._at, self._characters = b"", 0, ""
+        self._chunks, self._ended = iter(chunks), False
         self._kind = kind
         self._decode = msgspec.json.Decoder(list[kind]).decode
         self._wanted = frozenset(top)
@@ -108,40 +110,38 @@ class Document(Generic[Anything]):
 
     def __iter__(self) -> Iterator[list[Anything]]:
         """Yields the events. Raises Undecodable, and OSError if the file cannot be read."""
-        text = self._text
         try:
-            if text.peek() is None:
-                raise Undecodable(text.cut or "it is empty")
-            if text.passes(b"["):
+            if self._peek() is None:
+                raise Undecodable(self.cut or "it is empty")
+            if self._passes(b"["):
                 yield from self._list()
-            elif text.passes(b"{"):
+            elif self._passes(b"{"):
                 yield from self._object()
             else:
                 raise Undecodable("it is not JSON: it begins with neither { nor [")
-            if text.peek() is not None:
+            if self._peek() is not None:
                 raise BrokenOff("it is not JSON: something follows its end")
-            self.cut = text.cut
         except BrokenOff as fault:
-            self.cut = text.cut or str(fault)
+            self.cut = self.cut or str(fault)
         except MemoryError:
             raise Undecodable("it does not fit into memory") from None
 
     def _object(self) -> Iterator[list[Anything]]:
-        text, has_events = self._text, False
-        while not text.passes(b"}"):
-            text.passes(b",")
-            name = text.value()
-            if not text.passes(b":"):
-                raise BrokenOff(_TRUNCATED if text.peek() is None else "it is not JSON: it has a name without a value")
+        has_events = False
+        while not self._passes(b"}"):
+            self._passes(b",")
+            name = self._value()
+            if not self._passes(b":"):
+                raise BrokenOff(_TRUNCATED if self._peek() is None else "it is not JSON: it has a name without a value")
             if name == b'"rocprofiler-sdk-tool"':
                 raise Undecodable("it is a file of rocprofv3, which megaprof does not read")
             if name == b'"traceEvents"':
-                if has_events or not text.passes(b"["):
+                if has_events or not self._passes(b"["):
                     raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`, or several")
                 has_events = True
                 yield from self._list()
             else:
-                value = text.value()
+                value = self._value()
                 if (key := name[1:-1].decode("utf-8", "replace")) in self._wanted:
                     self.top[key] = msgspec.Raw(value)
         if not has_events:
@@ -149,17 +149,17 @@ class Document(Generic[Anything]):
 
     def _list(self) -> Iterator[list[Anything]]:
         """Yields the events up to the end of the list, and goes past it."""
-        text, end = self._text, -1
-        while not text.passes(b"]"):
-            text.passes(b",")
+        end = -1
+        while not self._passes(b"]"):
+            self._passes(b",")
             if self._border is not None:
-                text.more(PIECE)
-                end = text.data.rfind(self._border, text.at)
-            events = self._decoded(memoryview(text.data)[text.at : end], b"}") if end >= 0 else None
+                self._more(PIECE)
+                end = self._data.rfind(self._border, self._at)
+            events = self._decoded(memoryview(self._data)[self._at : end], b"}") if end >= 0 else None
             if events is None:  # they have no border, or do not decode if they are cut at the last one
                 yield from self._one_by_one()
             else:
-                text.at = end + 1
+                self._at = end + 1
                 yield events
 
     def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
@@ -174,22 +174,22 @@ class Document(Generic[Anything]):
     def _one_by_one(self) -> Iterator[list[Anything]]:
         """Yields some events, cut exactly, and learns what their borders look like. Raises BrokenOff after yielding the
         events before the damage."""
-        text, border = self._text, self._border
+        border = self._border
         events: list[bytes] = []
         damage: BrokenOff | None = None
         while damage is None and sum(map(len, events)) < PIECE:
             try:
-                events.append(text.value())
+                events.append(self._value())
             except BrokenOff as fault:
                 damage = fault
                 # The next border is where an event would end.
-                end = -1 if self._border is None else text.data.find(self._border, text.at + 1)
+                end = -1 if self._border is None else self._data.find(self._border, self._at + 1)
                 if str(fault) != _TRUNCATED and end >= 0:
-                    damage, text.at = None, end + 1
+                    damage, self._at = None, end + 1
                     self.unreadable += 1
-            match = _BORDER.match(text.data, text.at - 1)
+            match = _BORDER.match(self._data, self._at - 1)
             self._border = match[0] if match else self._border
-            if (border is None and self._border is not None) or not text.passes(b","):
+            if (border is None and self._border is not None) or not self._passes(b","):
                 break
         decoded = self._decoded(b",".join(events))
         if decoded is None:
@@ -212,21 +212,10 @@ class Document(Generic[Anything]):
         self.unreadable += 1
         return []
 
-
-class _Text:
-    """The text that has been read and not used yet, which begins at ``at``."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self.data, self.at = b"", 0
-        self.cut: str | None = None
-        self._chunks = iter(chunks)
-        self._ended = False
-        self._characters = ""
-
-    def more(self, size: int) -> bool:
-        """Reads until there are ``size`` bytes from ``at`` on, and drops the text before. Returns False if it read
+    def _more(self, size: int) -> bool:
+        """Reads until there are ``size`` bytes from the cursor on, and drops the text before. Returns False if it read
         nothing."""
-        pieces: list[bytes | memoryview] = [memoryview(self.data)[self.at :]]
+        pieces: list[bytes | memoryview] = [memoryview(self._data)[self._at :]]
         if (length := len(pieces[0])) > _LONGEST:
             raise BrokenOff(f"it is no trace: a value in it has more than {_LONGEST >> 20} MiB")
         while length < min(size, _LONGEST + 1) and not self._ended:
@@ -239,50 +228,50 @@ class _Text:
             length += len(pieces[-1])
         if length == len(pieces[0]):
             return False
-        self.data, self.at, self._characters = b"".join(pieces), 0, ""
+        self._data, self._at, self._characters = b"".join(pieces), 0, ""
         return True
 
-    def peek(self) -> bytes | None:
-        """Moves ``at`` to the next byte that is not white space, and returns that byte; None at the end."""
+    def _peek(self) -> bytes | None:
+        """Moves the cursor to the next byte that is not white space, and returns that byte; None at the end."""
         skipped = 0
         while True:
-            space = _SPACE.match(self.data, self.at)
-            self.at = space.end() if space is not None else self.at
-            if self.at < len(self.data):
-                return self.data[self.at : self.at + 1]
-            skipped += len(self.data)
+            space = _SPACE.match(self._data, self._at)
+            self._at = space.end() if space is not None else self._at
+            if self._at < len(self._data):
+                return self._data[self._at : self._at + 1]
+            skipped += len(self._data)
             if skipped > _LONGEST:
                 raise BrokenOff("it is not JSON: it is blank for long")
-            if not self.more(1):
+            if not self._more(1):
                 return None
 
-    def passes(self, byte: bytes) -> bool:
+    def _passes(self, byte: bytes) -> bool:
         """Moves past ``byte`` and returns True, if that comes next."""
-        if self.peek() != byte:
+        if self._peek() != byte:
             return False
-        self.at += 1
+        self._at += 1
         return True
 
-    def value(self) -> bytes:
+    def _value(self) -> bytes:
         """Moves past the value that begins here, and returns its text."""
-        if self.peek() is None:
+        if self._peek() is None:
             raise BrokenOff(_TRUNCATED)
         end = self._end()
         # Twice as much text each time, so that a long value is not scanned too often.
-        while (end is None or _MAY_GO_ON.match(self.data, end)) and self.more(2 * (len(self.data) - self.at)):
+        while (end is None or _MAY_GO_ON.match(self._data, end)) and self._more(2 * (len(self._data) - self._at)):
             end = self._end()
         if end is None:
             raise BrokenOff(_TRUNCATED)
-        value, self.at = self.data[self.at : end], end
+        value, self._at = self._data[self._at : end], end
         return value
 
     def _end(self) -> int | None:
         """Returns where the value that begins here ends; None if the text ends first."""
-        self._characters = self._characters or self.data.decode("latin-1")
+        self._characters = self._characters or self._data.decode("latin-1")
         try:
-            return _value_in(self._characters, self.at)[1]
+            return _value_in(self._characters, self._at)[1]
         except json.JSONDecodeError as fault:
-            if fault.pos + _CUT_OFF < len(self.data) and "Unterminated" not in fault.msg:
+            if fault.pos + _CUT_OFF < len(self._data) and "Unterminated" not in fault.msg:
                 raise BrokenOff(f"it is not JSON: {fault.msg}") from None
             return None
         except RecursionError:
