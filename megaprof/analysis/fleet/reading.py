@@ -229,20 +229,16 @@ def read_fleet(
         groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
     items = [list(by_rank.values()) for by_rank in groups.values()]
     runs = runs or runs_in((), timelines)
-    bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
-    for piece in runs.pieces:
-        low, high = bounds.get(piece.line[:2], (piece.first_step, piece.last_step))
-        bounds[piece.line[:2]] = min(piece.first_step, low), max(piece.last_step, high)
-    widths = {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
+    widths = {}
+    for of_role, pieces in grouped(runs.pieces, lambda piece: piece.line[:2]).items():
+        first, last = min(piece.first_step for piece in pieces), max(piece.last_step for piece in pieces)
+        widths[of_role] = -(-(last - first + 1) // MOST_BUCKETS)
     read_item = partial(_read_item, timelines, runs, widths)
     reading, done = FleetReading(timelines), 0
     parts = in_processes(read_item, items, workers, timelines.useful_processes(len(items)))
     for item, part in zip(items, parts, strict=True):
         for key, series in part.series.items():
-            if key in reading.series:
-                reading.series[key].add(series)
-            else:
-                reading.series[key] = series
+            reading.series.setdefault(key, Series(series.width)).add(series)
         reading.read += part.read
         reading.warnings += part.warnings
         done += sum(map(len, item))

@@ -58,8 +58,6 @@ class Ends:
     metadata: Metadata
     sends: dict[Message, End]
     receives: dict[Message, End]
-    kernels: bool = False
-    """True if the ends are NCCL's kernels, which run at both ends at once."""
     unknown: str | None = None
     """Why there are none; None if there are some."""
 
@@ -81,11 +79,11 @@ def ends_of(metadata: Metadata, steps: Sequence[TracedStep]) -> Ends:
         return Ends(
             metadata, {}, {}, unknown="its host does not wait for exchanges on the GPU, whose kernels are not known"
         )
-    ends = Ends(metadata, {}, {}, kernels)
+    ends = Ends(metadata, {}, {})
     overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
     for step in steps:
         for kind in (ranges.FORWARD, ranges.BACKWARD):
-            _match(step, kind, overlapped, ends)
+            _match(step, kind, kernels, overlapped, ends)
     return ends
 
 
@@ -102,10 +100,11 @@ def exchanged(ends: Mapping[int, Ends]) -> Iterator[tuple[Message, int, int]]:
                 yield message, sender, receiver
 
 
-def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
-    """Adds to ``ends`` what the passes of one kind in ``step`` sent and received."""
+def _match(step: TracedStep, kind: str, kernels: bool, overlapped: bool, ends: Ends) -> None:
+    """Adds to ``ends`` what the passes of one kind in ``step`` sent and received. ``kernels``: the ends are NCCL's
+    kernels, which run at both ends at once."""
     placement, passes = step.metadata.placement, step.passes
-    exchanges = step.kernels if ends.kernels else step.exchanges
+    exchanges = step.kernels if kernels else step.exchanges
     # An overlapped exchange returns at once: it sends when it is posted, and its inputs have arrived when the wait for
     # it ends.
     waits = {label for label in exchanges if label.startswith(ranges.WAIT)}
@@ -137,7 +136,7 @@ def _match(step: TracedStep, kind: str, overlapped: bool, ends: Ends) -> None:
         # Without an exchange, the end is in the pass: at its begin or end, or anywhere in a combined pass.
         within = np.where(is_known[:, None], exchange, hosts)
         time = np.where((alone & ~is_known)[:, None], moment, within)
-        wanted = is_known | (not ends.kernels)
+        wanted = is_known | (not kernels)
         for index in np.flatnonzero(wanted).tolist():
             if (place := places[index]) is not None:
                 message = Message(step.target, step.step, step.index, place[0], kind, place[1], int(ids[index, 1]))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import COPIES, KERNEL, LAUNCHES, Columns, Events, Numbers
-from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, is_parallel, use_by_name, use_of
+from megaprof.analysis.trace.groups import AXES, BY_GROUP_PAIRWISE, axes_of, parallel_of, use_by_name, use_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.formats.metadata import Metadata
 
@@ -85,7 +85,7 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Numbers]:
     has_peers = [
         "," in (said.ranks or "")
         if sizes is None
-        else said.description is not None and is_parallel(said.description, sizes)
+        else said.description is not None and bool(parallel_of(axes_of(said.description) or AXES, sizes))
         for said in events.said
     ]
     peers = np.array(has_peers, dtype=np.bool_)[on_gpu.said]

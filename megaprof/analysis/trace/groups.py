@@ -100,7 +100,7 @@ def ranks_of(text: str) -> tuple[int, ...] | None:
 
 def axis_of(description: str) -> str | None:
     """Returns the first axis of the process group with this description; None if the group is not Megatron's."""
-    return next(iter(_axes(description)), None)
+    return next(iter(axes_of(description)), None)
 
 
 def use_of(description: str | None, sizes: object) -> int:
@@ -108,16 +108,11 @@ def use_of(description: str | None, sizes: object) -> int:
     axis."""
     if description in _UNNAMED:
         return UNKNOWN
-    axes = _axes(description or "")
+    axes = axes_of(description or "")
     parallel = parallel_of(axes or AXES, sizes)
     if axes:
         return USES.index(parallel[0] if parallel else axes[0])
     return USES.index(parallel[0]) if len(parallel) == 1 else OTHER  # a job with one parallel axis has no other
-
-
-def is_parallel(description: str, sizes: object) -> bool:
-    """Returns whether the group with this description has more than one rank, judging by its axes."""
-    return bool(parallel_of(_axes(description) or AXES, sizes))
 
 
 def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
@@ -125,7 +120,8 @@ def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
     return [axis for axis in axes if (getattr(sizes, axis, 1) or 1) > 1]
 
 
-def _axes(description: str) -> tuple[str, ...]:
+def axes_of(description: str) -> tuple[str, ...]:
+    """Returns the axes of the process group with this description; none if the group is not Megatron's."""
     if description.startswith(_MESH):
         dimensions = description.removeprefix(_MESH).lower().split("_")
         return tuple(dict.fromkeys(_DIMENSIONS[name] for name in dimensions if name in _DIMENSIONS))
