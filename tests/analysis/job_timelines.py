@@ -100,6 +100,7 @@ def write_timelines(
     events: bool = True,
     between: float = 0.05,
     around_windows: bool = False,
+    run: str | None = None,
 ) -> list[Path]:
     """Write one file per rank of ``layout`` and return their paths.
 
@@ -108,8 +109,8 @@ def write_timelines(
     ``tails``: the fraction of a rank's steps that take 1.5 to 3 times as long. ``ranks``: only these; ``last_step``:
     ranks whose data end early. ``skew_ms``: standard deviation of the hosts' clocks. ``events``: False leaves the
     times of single events out. ``between``: what comes between steps, as a part of them.
-    ``around_windows``: they are said to be only the steps around windows. Raises ValueError for times or
-    microbatches that no schedule has.
+    ``around_windows``: they are said to be only the steps around windows. ``run``: their process. Raises ValueError for
+    times or microbatches that no schedule has.
     """
     job = _Job(
         layout,
@@ -146,7 +147,7 @@ def write_timelines(
             factor *= np.where(own.random(steps) < tails, own.uniform(1.5, 3.0, steps), 1.0)
         body = job.records(rank, numbers[:shown], starts[:shown] + skew[rank // RANKS_PER_HOST], factor, job_noise)
         metadata = _metadata(layout, rank, first_step, microbatches, chunk_layers, target=target, role=role)
-        head = format.metadata_record(metadata | {"forward_only": False, "timeline": clock})
+        head = format.metadata_record(metadata | {"forward_only": False, "timeline": clock, "run": run})
         folder = directory / shard(coords.rank, coords.sizes.world)
         if folder not in made:
             folder.mkdir(parents=True, exist_ok=True)

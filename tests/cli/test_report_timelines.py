@@ -82,7 +82,7 @@ def test_only_damaged_timelines_are_one_line_and_exit_code_1(timelines: Path) ->
 
 
 def test_one_run_of_several(timelines: Path) -> None:
-    write_timelines(timelines / "again", LAYOUT, steps=40, microbatches=4, start_ns=2 * 10**18)
+    write_timelines(timelines / "again", LAYOUT, steps=40, microbatches=4, start_ns=2 * 10**18, run="again")
     newest, first = megaprof("report", timelines), megaprof("report", timelines, "--run", 1)
     assert (newest.returncode, first.returncode) == (0, 0)
     assert "all timelines: 8 ranks, steps 0-39" in newest.stdout

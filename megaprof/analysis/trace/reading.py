@@ -285,12 +285,12 @@ class Piece(NamedTuple):
     last_step: int
     start_ns: int
     end_ns: int
-    process: str | None = None
-    """The process that recorded it; None if unknown."""
-    sizes: ParallelSizes | None = None
-    """The run's sizes without virtual stages, which differ by model; None if unknown."""
-    chunks: tuple[ModelChunk, ...] = ()
-    """The rank's model chunks; empty if unknown."""
+    process: str | None
+    """The process that recorded it."""
+    sizes: ParallelSizes
+    """The run's sizes without virtual stages, which differ by model."""
+    chunks: tuple[ModelChunk, ...]
+    """The rank's model chunks."""
     timeline: bool = True
     """True if it is from a timeline of the whole run, which begins with the first step of its process."""
 
@@ -346,9 +346,9 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     NoSuchRun."""
     all_pieces = sorted(pieces, key=lambda piece: piece.start_ns)
     # If a process has both, its timeline shows which steps it continues.
-    with_timeline = {piece.process for piece in all_pieces if piece.timeline} - {None}
+    with_timeline = {piece.process for piece in all_pieces if piece.timeline}
     begins, first_steps = [0], [0]
-    current_run, processes, ended_ns = dict[Line, Piece](), set[str](), 0
+    current_run, processes, ended_ns = dict[Line, Piece](), set[str | None](), 0
     for piece in (piece for piece in all_pieces if piece.timeline or piece.process not in with_timeline):
         if piece.process not in processes and _contradicts(piece, current_run):
             # Other ranks may have begun a little earlier than the ranks that were looked at.
@@ -357,8 +357,7 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
             current_run = {}
         first_step = min(piece.first_step, current_run.get(piece.line, piece).first_step)
         current_run[piece.line] = piece._replace(first_step=first_step)
-        if piece.process is not None:
-            processes.add(piece.process)
+        processes.add(piece.process)
         ended_ns = max(ended_ns, piece.end_ns)
     if run is not None and not 1 <= run <= len(begins):
         which_runs = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
@@ -370,16 +369,11 @@ def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
 
 def _contradicts(piece: Piece, run: Mapping[Line, Piece]) -> bool:
     """Returns whether a piece of a new process belongs to another run than the latest piece of each line in ``run``."""
-    of_model = (each.sizes for line, each in run.items() if line[:2] == piece.line[:2])
-    if any(sizes != piece.sizes and None not in (sizes, piece.sizes) for sizes in of_model):
+    if any(each.sizes != piece.sizes for line, each in run.items() if line[:2] == piece.line[:2]):
         return True
     if (before := run.get(piece.line)) is None:
         return False
-    if piece.chunks and before.chunks and before.chunks != piece.chunks:
-        return True
-    if piece.timeline:
-        return piece.first_step <= before.first_step
-    return None not in (piece.process, before.process) and before.process != piece.process
+    return before.chunks != piece.chunks or not piece.timeline or piece.first_step <= before.first_step
 
 
 def _recorded(timelines: Timelines, paths: Iterable[Path]) -> Iterator[Piece]:

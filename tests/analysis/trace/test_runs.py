@@ -27,10 +27,11 @@ DAY = 86_400 * 10**9
 
 
 def piece(start: int, first: int, rank: int = 0, target: str = "train_actor", **options: Any) -> Piece:
-    return Piece((target, None, rank), first, first + 40, 100 * start, 100 * start + 50, **options)
+    given = {"process": f"{start}-{rank}", "sizes": TWO, "chunks": (), **options}
+    return Piece((target, None, rank), first, first + 40, 100 * start, 100 * start + 50, **given)
 
 
-def trace(start: int, step: int, process: str | None, rank: int = 0, **options: Any) -> Piece:
+def trace(start: int, step: int, process: str, rank: int = 0, **options: Any) -> Piece:
     return piece(start, step, rank, process=process, timeline=False, **options)
 
 
@@ -56,9 +57,8 @@ def chosen(pieces: list[Piece], runs: Runs) -> list[int]:
         ([piece(1, 0, process="a"), trace(2, 3, "a"), piece(4, 0, process="b"), trace(4, 1, "b")], 2, [2, 3]),
         ([trace(1, 3, "a"), piece(3, 0, process="b"), trace(4, 3, "b")], 2, [1, 2]),
         ([piece(1, 0, process="a"), trace(3, 50, "b")], 2, [1]),
-        # Of files that do not say who wrote them, other sizes and other layers are another run's.
-        ([trace(1, 3, None), trace(2, 3, None), trace(3, 2, None)], 1, [0, 1, 2]),
-        ([trace(1, 3, None, sizes=TWO), trace(3, 4, None, rank=3, sizes=FOUR)], 2, [1]),
+        # Other sizes and other layers are another run's.
+        ([trace(1, 3, "a"), trace(3, 4, "b", rank=3, sizes=FOUR)], 2, [1]),
         ([piece(1, 0, chunks=(ModelChunk(layers=6),)), piece(3, 9, chunks=(ModelChunk(layers=4),))], 2, [1]),
         ([piece(1, 0, chunks=(ModelChunk(layers=6),)), piece(3, 9, target="evaluate")], 1, [0, 1]),
     ],
@@ -92,8 +92,8 @@ def test_a_run_that_is_not_there() -> None:
 
 def two_runs(directory: Path) -> None:
     job: dict[str, Any] = {"steps": 60, "microbatches": 4}
-    write_timelines(directory / "old", LAYOUT, slow=[Slow(rank=1, from_step=20, factor=2.0)], **job)
-    write_timelines(directory / "new", LAYOUT, start_ns=START_NS + DAY, first_step=0, **job)
+    write_timelines(directory / "old", LAYOUT, run="old", slow=[Slow(rank=1, from_step=20, factor=2.0)], **job)
+    write_timelines(directory / "new", LAYOUT, run="new", start_ns=START_NS + DAY, first_step=0, **job)
 
 
 def test_the_newest_run_is_reported_and_the_others_are_told(tmp_path: Path) -> None:
