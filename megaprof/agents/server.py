@@ -25,8 +25,8 @@ from pydantic import BaseModel, Field
 
 from megaprof.agents.excerpt import MOST, excerpt
 from megaprof.analysis.report.report import Report
-from megaprof.analysis.report.text.words import milliseconds, ratio, title
 from megaprof.analysis.trace.reading import RECORDINGS
+from megaprof.analysis.words import milliseconds, ratio, title
 from megaprof.cli import COMMANDS, UsageError, in_a_line, parser_of
 from megaprof.cli import status as job_status
 from megaprof.cli.diff import comparison

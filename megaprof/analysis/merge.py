@@ -11,6 +11,7 @@ the idle task, and a thread id that equals a process id for its main thread, so 
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import defaultdict
@@ -23,8 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 from isal import igzip
 
-from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import brief, clause, of_clocks
+from megaprof.analysis.notes import Note, brief
 from megaprof.analysis.table.matching import Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Unfit
 from megaprof.analysis.table.traced import jobs_of, table_of
@@ -47,7 +47,7 @@ from megaprof.version import __version__
 MARK = "megaprofMerge"
 
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
-_BATCH = 4096
+_BUFFER = 1 << 20
 _INSIDE_NS = 10  # an arrow that ended exactly with a slice would belong to the next slice
 _ARRIVAL_NS = 5  # the length of the slice in which an arrow ends; less than _INSIDE_NS, so it is inside the receive
 _LONGEST = 1 << 53  # microseconds
@@ -175,7 +175,7 @@ def merge(
         raise Unanswerable(f"no file of {name} can be read: {brief(warnings)}")
     ranks_read.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
-    offset_ns, clocks, uncertain_ms = _one_clock(ranks_read, warnings)
+    offset_ns, clocks = _one_clock(ranks_read, warnings)
     arrows = _connect(ranks_read, offset_ns, numbers, warnings)
     events = _write(
         out, name, ranks_read, offset_ns, numbers, warnings, lambda done: progress(len(files) + done, 2 * len(files))
@@ -191,8 +191,8 @@ def merge(
         left_out=left_out,
         events=events,
         arrows=arrows,
-        clocks=tuple(of_clocks(clocks, uncertain_ms)),
-        warnings=tuple(map(clause, warnings)),
+        clocks=clocks,
+        warnings=tuple(note.text for note in warnings),
         others=tuple(map(str, others)),
         run=runs.chosen + 1,
         runs=runs.count,
@@ -220,23 +220,23 @@ def _examine(path: Path, name: StepName, warnings: list[Note]) -> list[_Rank]:
     return ranks
 
 
-def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int], dict[str, float], float | None]:
-    """Returns the nanoseconds to add to the times of each rank; by how many milliseconds the clock of each host (``rank
-    3``, if that is not known) was behind the first one; and how uncertain that is, None if it is not known.
+def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int], tuple[str, ...]]:
+    """Returns the nanoseconds to add to the times of each rank, and how far the clock of each host (``rank 3``, if that
+    is not known) was off from the first one.
 
     Offsets are those of the table of passes. A rank that is not in it shares its host's clock with those that are. The
     first rank of a host without any begins together with the table.
     """
     hosts = {rank.coords.rank: rank.ends.metadata.host for rank in ranks}
     names = {rank: f"rank {rank}" if host is None else f"host {host}" for rank, host in hosts.items()}
-    offset_ns, uncertain_ms = dict[int, int](), None
+    offset_ns, within = dict[int, int](), ""
     for job in jobs_of(step for rank in ranks for step in rank.steps):
         with suppress(Unfit):
             if (table := table_of(job)).clocks and not offset_ns:
                 # Replicas that reduce no gradients begin independently.
                 together = (table.ranks if table.reduces else table.ranks[:1]).ravel().tolist()
                 offset_ns = {rank: table.offset_of(rank, 0) for rank in together if rank in names}
-                uncertain_ms = table.aligned_ms
+                within = "" if table.aligned_ms is None else f", ±{table.aligned_ms:.3f} ms"
     first = next(rank for rank in names if rank in (offset_ns or names))
     of_clock = {names[rank]: ns for rank, ns in offset_ns.items()}
     known = {names[first], *of_clock}
@@ -246,7 +246,13 @@ def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int]
     if apart := tuple(sorted(of_clock.keys() - known)):
         warnings.append(Note("clocks_unconnected", ranks=(first,), names=apart))
     offset_ns = {rank: offset_ns[rank] - offset_ns[first] for rank in names}
-    return offset_ns, {names[r]: ns / 1e6 for r, ns in offset_ns.items() if names[r] in known}, uncertain_ms
+    behind_ms = {names[rank]: ns / 1e6 for rank, ns in offset_ns.items() if names[rank] in known}
+    clocks = (
+        f"{name}: clock {abs(ms):.3f} ms {'ahead' if ms < 0 else 'behind'}{within}"
+        for name, ms in behind_ms.items()
+        if name != names[first]
+    )
+    return offset_ns, tuple(clocks)
 
 
 def _connect(ranks: list[_Rank], offset_ns: Mapping[int, int], numbers: Iterator[int], warnings: list[Note]) -> int:
@@ -295,7 +301,9 @@ def _write(
 ) -> int:
     threads, written = itertools.count(_FIRST_THREAD), 0
     with appearing(out) as raw:
-        file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
+        file: Any = raw
+        if out.suffix == ".gz":
+            file = io.BufferedWriter(igzip.IGzipFile(filename="", mode="wb", fileobj=raw), _BUFFER)
         base = ranks[0].base
         clocks = {str(rank): ns for rank, ns in offset_ns.items()}
         names = {"version": __version__, "target": name.target, "role": name.role or None, "step": name.step}
@@ -310,12 +318,12 @@ def _write(
                 if value is not None
             ]
             copied = _copied(rank, rank.base - base + offset_ns[at.rank], threads, numbers)
-            events = itertools.chain(map(msgspec.json.encode, named), copied)
-            while batch := list(itertools.islice(events, _BATCH)):
-                lines = [line for line in batch if line is not None]
-                if lines:
-                    file.write((b",\n" if written else b"\n") + b",\n".join(lines))
-                written, dropped = written + len(lines), dropped + len(batch) - len(lines)
+            for line in itertools.chain(map(msgspec.json.encode, named), copied):
+                if line is None:
+                    dropped += 1
+                else:
+                    file.write((b",\n" if written else b"\n") + line)
+                    written += 1
             if dropped:
                 warnings.append(Note("events_left_out", files=(rank.path.name,), count=dropped))
             progress(position + 1)

@@ -8,9 +8,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from megaprof.analysis import words
 from megaprof.analysis.report.diff import Diff, bound_clause, compare
 from megaprof.analysis.report.report import Document, analyze
-from megaprof.analysis.report.text import words
 from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import UNWELL, add_input_option, print_json, say
 from megaprof.formats.inputs import Unreachable, place, read_input

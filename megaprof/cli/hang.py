@@ -4,11 +4,9 @@ recorders. It reads dumps, or the files that the ranks of a job wrote themselves
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from megaprof.analysis.collectives.hang import Hang, hang_of
-from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.cli import UNWELL, print_json, say
 from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
@@ -52,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Unanswerable as fault:
             raise Unanswerable(f"{arguments.dir}: {fault}") from None
     if arguments.json:
-        print_json(replace(hang, warnings=with_texts(hang.warnings)))
+        print_json(hang)
     else:
         for line in (*(hang_sentences(hang) if hang.ranks else ()), *warnings):
             say(line)

@@ -18,7 +18,7 @@ from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
 from megaprof.analysis.report.tables import Cell, Column, TableView, stacked, table
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.report.text.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
+from megaprof.analysis.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats import timeline as format

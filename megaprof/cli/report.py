@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.report.report import NothingToReport, Report, analyze
+from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.reading import NoSuchRun, Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
@@ -63,14 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     page: Path | None = arguments.html
     if arguments.open and page is None and browser_is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it after we end
-    report_directory(
-        arguments.dir,
-        as_json=arguments.json == "-",
-        json_file=Path(arguments.json) if arguments.json not in (None, "-") else None,
-        html_file=page,
-        number=arguments.run,
-        workers=workers,
-    )
+    report_directory(arguments.dir, json=arguments.json, html=page, number=arguments.run, workers=workers)
     if arguments.open and page is None:
         how = _ui_command(arguments.dir) or f"megaprof report {shlex.quote(str(arguments.dir))} --html report.html"
         print(f"No browser can be opened here. To see the report in yours: {how}", file=sys.stderr)
@@ -82,14 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 def report_directory(
     directory: Path,
     *,
-    as_json: bool = False,
-    json_file: Path | None = None,
-    html_file: Path | None = None,
+    json: str | None = None,
+    html: Path | None = None,
     number: int | None = None,
     workers: Workers | None = None,
 ) -> Report:
-    """Prints the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, writes it to
-    ``json_file`` and ``html_file``, and returns it.
+    """Prints the report on ``directory`` (the run with this ``number``, from 1), writes it to the files ``json`` and
+    ``html``, and returns it. With ``json="-"``, it is printed as JSON instead of tables.
 
     Raises Unanswerable if there is nothing to report on or a file cannot be written.
     """
@@ -98,7 +90,8 @@ def report_directory(
     from megaprof.analysis.report.html import page
     from megaprof.analysis.report.terminal import show
 
-    files = {option: path for option, path in (("--json", json_file), ("--html", html_file)) if path is not None}
+    named = {"--json": None if json is None or json == "-" else Path(json), "--html": html}
+    files = {option: path for option, path in named.items() if path is not None}
     for option, path in files.items():
         _refuse_to_lose(option, path)
     report = report_on(directory, number, workers)
@@ -116,20 +109,22 @@ def report_directory(
                         file.write(content)
         except Unanswerable as why:
             fault = why
-    if as_json:
+    if json == "-":
         sys.stdout.write(_json(report).decode())
     else:
         show(report, Console(highlight=False))
     if fault is not None:
         raise fault
-    if html_file is not None and not as_json and (ui_command := _ui_command(directory)):
+    if json == "-":
+        return report
+    if html is not None and (ui_command := _ui_command(directory)):
         print(f"To see it in your browser: {ui_command}")
-    if json_file is not None:
-        print(f"Report as JSON: {json_file}")
-    if html_file is not None and not as_json:
-        print(f"Report as one HTML file: {html_file}")
+    if json is not None:
+        print(f"Report as JSON: {json}")
+    if html is not None:
+        print(f"Report as one HTML file: {html}")
         if not browser_is_here():
-            print(f"To copy it to your own machine: {fetching(html_file)}")
+            print(f"To copy it to your own machine: {fetching(html)}")
     return report
 
 
@@ -147,7 +142,7 @@ def report_on(directory: Path, number: int | None = None, workers: Workers | Non
             report = analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number)
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
-    except NothingToReport as fault:
+    except Unanswerable as fault:
         if last is None:
             raise
         told = " ".join(finding.text for finding in standstill_findings(last[:1]))

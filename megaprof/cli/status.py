@@ -8,16 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
-from megaprof.analysis.report.text.notes import with_texts
 from megaprof.analysis.report.text.sentences import hang_sentences
-from megaprof.analysis.report.text.words import number, percent, ranks
+from megaprof.analysis.words import number, percent, ranks
 from megaprof.cli import UNWELL, UsageError, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
 from megaprof.control.blame import WaitedFor
@@ -152,7 +151,6 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
 
 def answer(view: View) -> StatusAnswer:
     run, statuses, now = view.job.run, view.statuses, view.now
-    hang = _collectives(view)
     return StatusAnswer(
         version=1,
         state=view.state,
@@ -168,7 +166,7 @@ def answer(view: View) -> StatusAnswer:
         still_s=round(view.blame.still, 3),
         stuck=view.blame.stuck,
         culprits=view.blame.culprits,
-        collectives=None if hang is None else replace(hang, warnings=with_texts(hang.warnings)),
+        collectives=_collectives(view),
         standstills=view.standstills,
         slow=view.slow,
         waits=dict(view.waits),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.tables import TableView
-from megaprof.analysis.report.text.words import number, percent, ratio
 from megaprof.analysis.report.views import iterations_table
+from megaprof.analysis.words import number, percent, ratio
 from megaprof.cli.look import View, look_at, silence, stages_table, verdict, waiting_clauses
 from megaprof.cli.status import find
 from megaprof.control.directory import NoJob, find_job

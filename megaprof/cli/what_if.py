@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.text.what_if import AS_CAPTURED, name_of, notes_on, times_as_fast
-from megaprof.analysis.report.text.words import number, percent, title, within
 from megaprof.analysis.what_if.changeable import Changeable, chosen, stages_after
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.words import number, percent, title, within
 from megaprof.cli import UsageError, add_input_option, print_json, say
 from megaprof.cli.report import report_on
 from megaprof.formats.inputs import place

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             raise Unanswerable(f"a rank failed (see above); the files of the others are in {out}") from None
-    report = report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+    report = report_directory(out, json=str(out / "report.json"), html=out / "report.html")
     if not args.live and (more_steps := _steps_needed(report)):
         print(f"To capture enough steps for an answer, add --steps {steps + more_steps} to this command.")
     return 0

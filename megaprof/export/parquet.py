@@ -16,8 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import brief, with_texts
+from megaprof.analysis.notes import Note, brief
 from megaprof.analysis.trace.reading import recordings_in
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import files_below, read_input
@@ -105,7 +104,7 @@ def export(
 
 def _written(
     paths: Sequence[Path], run_and_start: tuple[str | None, int], file: BinaryIO, progress: Progress
-) -> tuple[int, int, tuple[Note, ...]]:
+) -> tuple[int, int, list[Note]]:
     """Writes the rows. Returns their number, the number of files that end inside a record, and warnings."""
     rows, cut, warnings, waiting_tables = 0, 0, list[Note](), list[Any]()
     with pq.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
@@ -124,7 +123,7 @@ def _written(
                 writer.write_table(pa.concat_tables(waiting_tables))
                 rows, waiting_tables = rows + count, []
             progress(done, len(paths))
-    return rows, cut, with_texts(warnings)
+    return rows, cut, warnings
 
 
 def _named(directory: Path) -> tuple[str | None, int]:

@@ -18,17 +18,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis import words
 from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, Note
 from megaprof.analysis.report.tables import Cell, Column, Section, TableView, row
-from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.notes import clause, with_texts
-from megaprof.analysis.report.text.words import number, percent
 from megaprof.analysis.samples import CERTAIN
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
 from megaprof.analysis.trace.groups import COMPUTE, USES, axis_of, ranks_of, use_by_name
 from megaprof.analysis.trace.intervals import Intervals, difference, intervals, owners, total, union
 from megaprof.analysis.trace.steps import unfed
+from megaprof.analysis.words import number, percent
 
 _MOST_RANKS = 1 << 20
 #: Operations in the names of kernels that communicate, in lower case.
@@ -134,7 +133,7 @@ def recordings_in(path: Path, events: KinetoEvents | Mapping[int, Events]) -> tu
     recordings = [recording for recording in recordings if recording.gpu.kernel.any() or recording.untimed]
     if any(recording.untimed is None for recording in recordings):
         return recordings, None
-    return [], next((clause(recording.untimed) for recording in recordings if recording.untimed), _NO_KERNELS)
+    return [], next((recording.untimed.text for recording in recordings if recording.untimed), _NO_KERNELS)
 
 
 def _recording(path: Path, events: Events, step: re.Pattern[str], rank: int | None, rank_from: str) -> Recording:
@@ -283,7 +282,7 @@ class Foreign:
 def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
     """Returns what the recordings of a job show, as data and for people."""
     warnings = [
-        Note("skipped", files=(recording.path.name,), said=clause(recording.untimed))
+        Note("skipped", files=(recording.path.name,), said=recording.untimed.text)
         for recording in recordings
         if recording.untimed is not None
     ]
@@ -314,14 +313,13 @@ def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
         for each in _late(f"{path}{os.sep}".removeprefix(folder).rstrip(os.sep), of_folder)
     ]
     late.sort(key=lambda each: -each.waited_ms * each.times)
-    facts = Foreign(tuple(ranks), tuple(late), with_texts(dict.fromkeys(warnings)))
+    facts = Foreign(tuple(ranks), tuple(late), tuple(dict.fromkeys(warnings)))
     clauses = (
         f"{each.folder}{': ' if each.folder else ''}rank {each.rank} came last to {each.operation} of {each.group} "
         f"{each.times} of {each.matched} times: there the others' kernels took {number(each.waited_ms)} ms longer"
         for each in late
     )
-    tables = tuple(_tables(facts))
-    return facts, Section("Recordings without ranges of megaprof's", _LIMITS, tables, tuple(clauses), facts.warnings)
+    return facts, Section("Recordings without ranges of megaprof's", _LIMITS, tuple(_tables(facts)), tuple(clauses))
 
 
 def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]]:

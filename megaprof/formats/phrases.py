@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import msgspec
@@ -49,12 +50,13 @@ def printable(value: str, instead: str = " ") -> str:
     return "".join(character if character.isprintable() else instead for character in value)
 
 
-def json_of(value: object, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
+def json_of(value: object) -> bytes:
     """Returns a document as JSON. Bytes of names of files that are not UTF-8 become question marks."""
+    number = methodcaller("item")  # of a number of numpy's
     try:
-        return msgspec.json.encode(value, enc_hook=enc_hook)
+        return msgspec.json.encode(value, enc_hook=number)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_readable(msgspec.to_builtins(value, enc_hook=enc_hook)))
+        return msgspec.json.encode(_readable(msgspec.to_builtins(value, enc_hook=number)))
 
 
 def _readable(value: Any) -> Any:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from megaprof.analysis import words
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import Report
-from megaprof.analysis.report.text.words import within
 from megaprof.cli import UsageError, writing
 from megaprof.cli.run import resolve
 from megaprof.formats.names import appearing
@@ -98,13 +98,13 @@ def _show(result: rehearsal.Rehearsal, report: Report, out: Path) -> None:
     from rich.console import Console
 
     from megaprof.analysis.report.terminal import show
-    from megaprof.analysis.report.text import what_if, words
+    from megaprof.analysis.report.text import what_if
 
     console = Console(highlight=False)
     say, ranks = partial(console.print, markup=False), words.counted(result.sizes.world, "rank")
     measured = min(result.measured_ms / result.step_ms.value, 1.0)
     say(
-        f"A step on {ranks} ({result.sizes}) should take {within(result.step_ms)} ms. {words.percent(measured)} "
+        f"A step on {ranks} ({result.sizes}) should take {words.within(result.step_ms)} ms. {words.percent(measured)} "
         f"of it was measured here, and {words.percent(1 - measured)} computed from bytes and links."
     )
     allocated, allowed = result.what_if.allocated, result.what_if.allowed
@@ -120,7 +120,7 @@ def _show(result: rehearsal.Rehearsal, report: Report, out: Path) -> None:
     say("The losses of a rehearsal mean nothing: its ranks had no others.")
     if result.best is not None and result.best_command is not None:
         best = what_if.name_of(result.best, result.what_if) + (", which fits" if result.too_large else "")
-        say(f"With {best}, a step should take {within(result.best.step_ms)} ms:")
+        say(f"With {best}, a step should take {words.within(result.best.step_ms)} ms:")
         say("  " + shlex.join(result.best_command), soft_wrap=True)
     show(report, console)
     print(f"The predicted pipeline as one HTML file: {out / 'report.html'}")
@@ -132,7 +132,7 @@ def _compare(args: argparse.Namespace) -> int:
     with writing("--out", args.out), appearing(args.out / links.NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
     inside = "inside" if earlier.step_ms.holds(step.mean) else "outside"
-    print(f"Predicted: {within(earlier.step_ms)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
+    print(f"Predicted: {words.within(earlier.step_ms)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
     print(f"Stage by stage: megaprof diff {args.out / rehearsal.PREDICTED} {args.against}")
     print(f"The measured links, for the next rehearsal: --links {args.out / links.NAME}")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from megaprof.analysis.report.report import Report, analyze, plain_number
+from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
@@ -147,7 +147,7 @@ def rehearsed(
         assumes=tuple(assumes),
     )
     with appearing(out / NAME) as file:
-        file.write(msgspec.json.format(json_of(result, plain_number), indent=2))
+        file.write(msgspec.json.format(json_of(result), indent=2))
     return result, report
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from markupsafe import Markup
 from rich.console import Console
 
+from megaprof.analysis import words
 from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import date, environment, static
 from megaprof.analysis.report.tables import Column, TableView, table
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
-from megaprof.analysis.report.text import words
 from megaprof.cli import FAILED, TERMINATED, UsageError, print_json, progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from megaprof.analysis.diagnosis.policy import LEAST, RERUN
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import assumptions, name_of
 from megaprof.analysis.samples import Interval
 from megaprof.formats.inputs import read_input
@@ -318,7 +318,7 @@ def as_measured(trial: Trial, directory: Path, memory_limit: int | None = None) 
     allocate, if that is less than its device has."""
     try:
         report = analyze(directory, memory_limit=memory_limit)
-    except NothingToReport as fault:
+    except Unanswerable as fault:
         return replace(trial, outcome="failed", why=str(fault))
     target = next((each for each in report.targets if each.target == runs.TARGET), None)
     if target is None:

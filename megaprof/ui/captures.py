@@ -20,10 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis import words
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import Report, analyze
-from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.nsys import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
@@ -48,8 +48,6 @@ MOST_PLACES = 500
 #: The most captures that are kept.
 MOST_KEPT = 16
 _PROCESSES = 2
-
-_Key = tuple[str, str | None]
 
 
 @dataclass
@@ -171,7 +169,8 @@ class Capture:
     report: Report
     """The report, without the data that draws its steps."""
     page: str
-    drawn: dict[_Key, dict[str, Any]]
+    drawn: dict[tuple[str, str | None], dict[str, Any]]
+    """A step of each target and role."""
     briefs: tuple[Brief, ...]
 
 
@@ -183,7 +182,8 @@ def read(path: Path, links: tuple[tuple[str, str], ...], last: tuple[Standstill,
     except (OSError, MemoryError) as fault:
         raise Unanswerable(f"{path} cannot be read: {fault}") from None
     steps = report.steps()
-    drawn = {key: boxes(step) for key, step in steps.items()}
+    # Of a target with several sizes, the first ones count, as in `compare`.
+    drawn = {target.key: boxes(steps[at]) for at, target in reversed([*enumerate(report.targets)]) if at in steps}
     shown = page(report, steps, links)
     briefs = tuple(
         {

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from megaprof.analysis.report.text import words
+from megaprof.analysis import words
 from megaprof.cli.look import View, ending_sentences, look_at, verdict, waiting_clauses
 from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits

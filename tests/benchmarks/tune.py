@@ -29,9 +29,9 @@ from typing import Any
 from rich.console import Console
 
 from megaprof import simulate
-from megaprof.analysis.report.text.words import within
 from megaprof.analysis.what_if.contents import in_flight_layers
 from megaprof.analysis.what_if.layouts import Layout, format_layout
+from megaprof.analysis.words import within
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.tune import show, trial, tuning
 from tests.benchmarks.cores import awake

@@ -10,10 +10,11 @@ import fsspec
 import pytest
 
 from megaprof.analysis.notes import Note, of_files
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.cli import main
 from megaprof.foreign import Foreign
 from megaprof.formats import inputs
+from megaprof.formats.phrases import Unanswerable
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder
@@ -269,7 +270,7 @@ def test_a_trace_without_a_gpu_is_refused_as_before(tmp_path: Path) -> None:
     document = trace.document()
     del document["megaprof"]
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(NothingToReport, match="it was not written by megaprof"):
+    with pytest.raises(Unanswerable, match="it was not written by megaprof"):
         analyze(tmp_path / "a.json")
 
 
@@ -347,7 +348,7 @@ def test_times_that_cannot_be_true(tmp_path: Path) -> None:
     for event in job.events[1::20]:
         event |= {"ts": 0.0, "dur": 0.0}
     job.write(path)
-    with pytest.raises(NothingToReport, match="10% of its kernels cannot be true"):
+    with pytest.raises(Unanswerable, match="10% of its kernels cannot be true"):
         analyze(path)
 
 
@@ -429,5 +430,5 @@ def test_a_refusal_says_what_a_file_is(name: str, content: Any, said: str, tmp_p
     path.parent.mkdir()
     path.write_text(json.dumps(content))
     for place in (tmp_path, path):
-        with pytest.raises(NothingToReport, match=said):
+        with pytest.raises(Unanswerable, match=said):
             analyze(place)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megaprof import install_hooks
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_data
+from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import device, tape
 from megaprof.recorders import timeline as recorder
@@ -286,7 +287,7 @@ def test_a_gpu_that_cannot_be_asked_is_said_in_log_and_metadata(
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     assert {str(each.timeline) for each in read_timeline(path).metadata} == {str({"clock": "host", "reason": reason})}
     assert caplog.text.count(reason) == 1
-    with pytest.raises(NothingToReport, match=re.escape(reason)):
+    with pytest.raises(Unanswerable, match=re.escape(reason)):
         analyze(tmp_path)
 
 

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 
 from megaprof import ProfileConfig, install_hooks, role
-from megaprof.analysis.report.drawn import ALL_ROLES
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
@@ -105,7 +104,7 @@ def test_an_iteration_of_reinforcement_learning_says_what_it_waits_for(one_rank:
     with Console(file=io.StringIO(), width=200, record=True) as console:
         show(report, console)
     assert "a step of reinforcement learning" in console.export_text()
-    (row,) = report.steps()[ALL_ROLES].rows
+    (row,) = report.steps()[len(report.targets)].rows
     kinds = dict.fromkeys(box.kind for box in row.passes if box.kind not in ("other", "unknown"))
     assert [*kinds] == ["training", "weight sync", "rollout", "log-probs"]
     assert "Who does what, and when" in page(report, report.steps())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megaprof import simulate
-from megaprof.analysis.report.report import analyze, plain_number
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval
 from megaprof.analysis.trace.steps import ModuleKey
@@ -209,7 +209,7 @@ def test_links_are_kept_without_what_stages_do_between_passes(tmp_path: Path) ->
         write(made := together(stages, WorldLayout(sizes), links, 8), tmp_path / name)
     what_if = analyze(tmp_path / PREDICTED).targets[0].what_if
     earlier = Rehearsal((), sizes, made.step_ms, 0.0, (LINKS["gloo"],), (3_000_000, 0), what_if, (), None, None, ())
-    (tmp_path / NAME).write_bytes(json_of(earlier, plain_number))
+    (tmp_path / NAME).write_bytes(json_of(earlier))
     assert compared(tmp_path, tmp_path / "real")[2]["gloo"].bandwidth == pytest.approx(0.5e9, rel=0.01)
 
 

@@ -14,10 +14,11 @@ from typing import Literal
 import numpy as np
 
 from megaprof.analysis.diagnosis.policy import MOST
-from megaprof.analysis.fleet.reading import Series
+from megaprof.analysis.fleet.reading import Key, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.table.table import DATA, Floats, Table
+from megaprof.analysis.table.tabulate import WARM_UP
 from megaprof.analysis.table.traced import Job
 from megaprof.analysis.trace.groups import GROUPS, INSIDE, parallel_of
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep, grouped
@@ -181,10 +182,10 @@ class TargetStages:
         return mean_of(self.step_time_ms) or 0.0
 
 
-def order(stages: TargetStages) -> tuple[int, str, str, str]:
-    """Returns the key that sorts targets."""
-    place = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
-    return place, stages.target, stages.role or "", str(stages.sizes)
+def order(key: Key) -> tuple[int, str, str, str]:
+    """Returns what sorts targets."""
+    place = _TARGET_ORDER.index(key.target) if key.target in _TARGET_ORDER else len(_TARGET_ORDER)
+    return place, key.target, key.role or "", str(key.sizes)
 
 
 def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int] = ()) -> TargetStages:
@@ -304,7 +305,7 @@ def _of_sums(pp: int, steps: Sequence[TracedStep]) -> Stage:
 def _notes(table: Table) -> Iterator[Note]:
     """Yields what a reader must know about the stages, steps and clocks of a table."""
     if table.cold:
-        yield Note("first_steps", steps=table.cold)
+        yield Note("first_steps", steps=table.cold, factor=WARM_UP)
     missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
         yield Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp)

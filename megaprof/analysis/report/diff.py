@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from megaprof.analysis import words
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.report import Document, TargetReport
-from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.evidence import KINDS
 from megaprof.analysis.report.text.sentences import BASES
 from megaprof.analysis.report.text.what_if import name_of

@@ -14,7 +14,6 @@ from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow
 from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.notes import clause
 from megaprof.analysis.simulation import Simulation
 from megaprof.analysis.table.iterations import UNKNOWN, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
@@ -35,8 +34,6 @@ PHASES = {
     "unknown": ("unknown", (UNKNOWN,)),
     "other": ("cp", ()),
 }
-#: Under this key, instead of a target and a role, `Report.drawn` has what all roles do.
-ALL_ROLES = "", None
 #: Width and height of the drawing of a curve, in its own units.
 WIDTH, HEIGHT = 960, 120
 
@@ -103,7 +100,8 @@ def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table |
         offsets = [table.offset_of(step.rank, t) for step in chosen]
     else:
         offsets = [-step.extent[0] if len(hosts) > 1 else 0 for step in chosen]
-        notes += [clause(Note("clocks_apart", names=hosts))] * (len(hosts) > 1)
+        apart = Note("clocks_apart", names=hosts, said="nothing aligns the hosts' clocks")
+        notes += [apart.text] * (len(hosts) > 1)
     if any(step.has_kernels and not step.on_gpu for step in chosen):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
     rows = (Row(s.stage, s.rank, s.extent, s.laid_out, ns) for s, ns in zip(chosen, offsets, strict=True))
@@ -146,7 +144,7 @@ def of_roles(reading: FleetReading, roles: Sequence[tuple[Key, RankRow]]) -> Ste
 
 
 def _of_clocks(measured: TargetStages) -> list[str]:
-    return [clause(note) for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
+    return [note.text for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
 
 
 def of_simulation(replayed: Simulation) -> StepTimeline:

@@ -24,20 +24,19 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from megaprof.analysis import words
 from megaprof.analysis.report import drawn as drawings
 from megaprof.analysis.report import views
 from megaprof.analysis.report.drawn import StepTimeline, boxes
 from megaprof.analysis.report.report import Report
-from megaprof.analysis.report.text import causes, sentences, what_if, words
+from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.formats.phrases import printable
 from megaprof.version import __version__
 
 
-def page(
-    report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline], links: Sequence[tuple[str, str]] = ()
-) -> str:
+def page(report: Report, drawn: Mapping[int, StepTimeline], links: Sequence[tuple[str, str]] = ()) -> str:
     """Returns the whole file. ``drawn``: as `Report.steps` returns it; ``links``: addresses and titles of others."""
-    steps, roles = [drawn.get(target.key) for target in report.targets], drawn.get(drawings.ALL_ROLES)
+    *steps, roles = (drawn.get(place) for place in range(len(report.targets) + 1))
     name = report.path.absolute().name
     began = min((row.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([date(began / 1e9)] if began is not None else []), f"megaprof {__version__}"]

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
@@ -33,7 +33,6 @@ from megaprof.analysis.report.tables import Section
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as of_what_if
 from megaprof.analysis.report.text.evidence import KINDS
-from megaprof.analysis.report.text.notes import with_text, with_texts
 from megaprof.analysis.table.iterations import OF_RL, Iterations
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
@@ -43,7 +42,6 @@ from megaprof.analysis.trace.reading import (
     OTHERS,
     Progress,
     Reading,
-    Timelines,
     Workers,
     read_all,
     recordings_in,
@@ -67,13 +65,6 @@ _ROCPROF = "rocprofv3 writes such files, which megaprof does not read. It reads 
 _FEWEST_STEPS = 3
 #: How to get a trace, for a person who has none yet.
 _TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
-
-
-def plain_number(value: Any) -> Any:
-    """Returns a numpy number as a Python number, for msgspec. Raises NotImplementedError for anything else."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"a report holds {type(value).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +147,7 @@ class Document:
         """Reads the JSON that `Report.json` wrote. Raises ValueError, which says what is wrong with it."""
         try:
             return msgspec.json.decode(content, type=Document)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError) as fault:
             raise ValueError(str(fault)) from None
 
     @property
@@ -175,8 +166,9 @@ class Report(Document):
     path: Path
     traces: tuple[Path, ...]
     timelines: tuple[Path, ...] = ()
-    drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
-    """Functions that draw one step of each target, by target and role, and what all roles do, by `drawn.ALL_ROLES`."""
+    drawn: Mapping[int, Callable[[], StepTimeline]] = field(default_factory=dict)
+    """Functions that draw one step of each target, by its place in ``targets``, and under the next number what all
+    roles do."""
     span: tuple[float, float] = (0.0, math.inf)
     """When the first step of the run, and that of the next run there, began, in wall-clock seconds; 0 and infinity if
     there is no other run before or after it."""
@@ -202,22 +194,17 @@ class Report(Document):
             targets.append(target)
         return replace(self, targets=tuple(targets), standstill=None if shown else last)
 
-    def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
+    def steps(self) -> dict[int, StepTimeline]:
         """Returns what `drawn` draws, for pages. What has no rows is left out."""
-        return {key: step for key, draw in self.drawn.items() if (step := draw()).rows}
+        return {place: step for place, draw in self.drawn.items() if (step := draw()).rows}
 
     def json(self) -> bytes:
-        document = Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)})
-        return json_of(document, plain_number)
+        return json_of(Document(**{entry.name: getattr(self, entry.name) for entry in fields(Document)}))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the document as plain data: strings, finite numbers, lists, dicts and None."""
         plain: dict[str, Any] = msgspec.json.decode(self.json())
         return plain
-
-
-class NothingToReport(Unanswerable):
-    """There is no trace or timeline of ours to report on; the message says what was found instead."""
 
 
 def analyze(
@@ -245,16 +232,23 @@ def analyze(
         memory_limit: Bytes that a stage may allocate in an advised layout, if that is less than its device has.
 
     Raises:
-        NothingToReport: No file can be used.
         NoSuchRun: There is no run with that number.
-        Unanswerable: The Ray cluster cannot be used.
+        Unanswerable: No file can be used, or the Ray cluster cannot.
     """
     path = place(source)
     if isinstance(workers, str):
         path = path.absolute()
-    traces, timelines = _files(path)
+    if path.is_file() and path.name.endswith(_OF_ROCPROF):
+        raise Unanswerable(f"{path}: {_ROCPROF}")
+    if not path.is_file() and not path.is_dir():
+        raise Unanswerable(f"{path} does not exist; {_TO_HAVE_ONE}")
+    traces, timelines = recordings_in(path)
     every = len(traces) + len(timelines.paths)
     readings = [*read_all(traces, workers, progress and (lambda done, _: progress(done, every)))]
+    if path.is_dir() and not timelines.paths and not any(reading.steps for reading in readings):
+        readings += read_all(_others(path, traces), workers)
+    if not readings and not timelines.paths:
+        raise Unanswerable(_nothing_in(path))
     runs = runs_in((step for reading in readings for step in reading.steps), timelines, run)
     of_run = [reading for reading in readings if not reading.steps or runs.has(reading.steps[0].host[0])]
     read = tuple(reading.path for reading in of_run if reading.steps)
@@ -268,83 +262,67 @@ def analyze(
     captured = {job.key: job for job in jobs_of(step for reading in of_run for step in reading.steps)}
     tabled = tables(captured.values(), fleet_reading, fleets, workers)
     if not captured and not fleet_reading.series:
-        others = set(_others(path) if path.is_dir() else ()) - {reading.path for reading in readings}
-        more = [*read_all(sorted(others), workers)]
-        warnings += of_files(reading.skipped for reading in more if reading.skipped is not None)
-        return _of_others(path, [*readings, *more], warnings)
+        return _of_others(path, readings, warnings)
     job = (path.parent if path.is_file() else path).absolute()
-    by_key, found = {fleet.key: fleet for fleet in fleets}, []
+    by_key = {fleet.key: fleet for fleet in fleets}
     # The iterations of ranks that also train are those of their training.
     trains = [key for key, table in tabled.items() if isinstance(table, Table) and "backward" in table.schedule.kinds]
     training = {path for key in trains for path in fleet_reading.files_of(key)}
     # Timelines of steps around windows complete the report on these windows, and are none of their own.
     also = {key[:2] for key in captured}
     alone = [key for key in fleet_reading.series if key[:2] not in also and (key in by_key or not captured)]
-    for key in (*captured, *alone):
+    targets, by_hand, roles = list[TargetReport](), list[Changeable | None](), list[tuple[Key, RankRow]]()
+    draws: dict[int, Callable[[], StepTimeline]] = {}
+    for key in sorted((*captured, *alone), key=order):
         table, series, of_key = tabled[key], fleet_reading.series.get(key), captured.get(key)
-        if of_key is None:
-            otherwise, slower = partial(of_series, fleet_reading.series[key]), None
-        else:
-            otherwise, slower = partial(of_steps, of_key), _not_recovered(of_key, series)
-        report, by_hand = _reported(table, otherwise, slower, by_key.get(key), job, memory_limit)
-        draw: Callable[[], StepTimeline] | None = None
-        role: tuple[Key, RankRow] | None = None
+        report, changeable = _reported(table, of_key or fleet_reading.series[key], by_key.get(key), job, memory_limit)
+        if of_key is not None and (slower := _not_recovered(of_key, series)) is not None:
+            report = replace(report, warnings=(*report.warnings, slower))
         if isinstance(table, Table) and not (of_key is not None and table.profiled):
-            draw = partial(drawn.of_table, table, report, fleet_reading)
+            draws[len(targets)] = partial(drawn.of_table, table, report, fleet_reading)
         elif of_key is not None:
-            draw = partial(drawn.of_steps, of_key.steps, report, table)
+            draws[len(targets)] = partial(drawn.of_steps, of_key.steps, report, table)
         trains_too = report.forward_only and not training.isdisjoint(fleet_reading.files_of(key))
         if isinstance(table, Table) and not trains_too:
             report = replace(report, iterations=table.iterations)
             if series is not None and table.iterations is not None and table.iterations.ms_of(*OF_RL):
-                role = key, next(row for row in series.ranks if row.coords.rank in table.ranks)
-        found.append((report, by_hand, draw, role))
-    found.sort(key=lambda target: order(target[0]))
-    draws = {report.key: draw for report, _, draw, _ in found if draw is not None}
-    if roles := [role for *_, role in found if role is not None]:
-        draws[drawn.ALL_ROLES] = partial(drawn.of_roles, fleet_reading, roles)
+                roles.append((key, next(row for row in series.ranks if row.coords.rank in table.ranks)))
+        targets.append(report)
+        by_hand.append(changeable)
+    if roles:
+        draws[len(targets)] = partial(drawn.of_roles, fleet_reading, roles)
     return Report(
         path=path,
         source=str(path),
         traces=read,
         timelines=tuple(fleet_reading.read),
-        targets=tuple(report for report, *_ in found),
-        warnings=with_texts(dict.fromkeys(warnings)),
+        targets=tuple(targets),
+        warnings=tuple(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
         span=runs.span,
         drawn=draws,
-        by_hand=tuple(by_hand for _, by_hand, *_ in found),
+        by_hand=tuple(by_hand),
     )
 
 
-def _files(path: Path) -> tuple[list[Path], Timelines]:
-    """Returns the traces and the timelines under ``path``. Raises NothingToReport."""
-    if path.is_file() and path.name.endswith(_OF_ROCPROF):
-        raise NothingToReport(f"{path}: {_ROCPROF}")
-    if not path.is_file() and not path.is_dir():
-        raise NothingToReport(f"{path} does not exist; {_TO_HAVE_ONE}")
-    traces, timelines = recordings_in(path)
-    if not traces and not timelines.paths:
-        traces = [*_others(path)]
-    if not traces and not timelines.paths:
-        if wrote := [file.name for file in files_below(path, _OF_ROCPROF)]:
-            raise NothingToReport(f"{path} holds {listed(sorted(wrote), 5)}: {_ROCPROF}")
-        names = sorted(entry.name for entry in path.iterdir())
-        what = f"it holds {listed(names, 5)}" if names else "it is empty"
-        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
-        raise NothingToReport(f"{path} holds no trace ({kinds}): {what}; {_TO_HAVE_ONE}")
-    return traces, timelines
+def _nothing_in(directory: Path) -> str:
+    """Returns what a directory holds instead of traces and timelines."""
+    if wrote := [file.name for file in files_below(directory, _OF_ROCPROF)]:
+        return f"{directory} holds {listed(sorted(wrote), 5)}: {_ROCPROF}"
+    names = sorted(entry.name for entry in directory.iterdir())
+    what = f"it holds {listed(names, 5)}" if names else "it is empty"
+    kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
+    return f"{directory} holds no trace ({kinds}): {what}; {_TO_HAVE_ONE}"
 
 
 def _of_others(path: Path, readings: Sequence[Reading], warnings: Sequence[Note]) -> Report:
     """Returns a report on recordings without ranges of ours. ``warnings``: why they are no traces of ours. Raises
-    NothingToReport."""
+    Unanswerable."""
     if not any(reading.others for reading in readings):
-        said = with_texts(warnings)
-        more = [f"And {len(said) - 5} more like it."] * (len(said) > 5)
-        why = " ".join([*(f"{note.text.rstrip('.')}." for note in said[:5]), *more])
-        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. {why}")
+        more = [f"And {len(warnings) - 5} more like it."] * (len(warnings) > 5)
+        why = " ".join([*(f"{note.text.rstrip('.')}." for note in warnings[:5]), *more])
+        raise Unanswerable(f"{path} holds no trace or timeline by megaprof. {why}")
     recordings = [each for reading in readings for each in reading.others]
     facts, section = import_module(OTHERS).report_on(recordings)
     return Report(
@@ -352,7 +330,7 @@ def _of_others(path: Path, readings: Sequence[Reading], warnings: Sequence[Note]
         source=str(path),
         traces=tuple(reading.path for reading in readings if reading.others),
         targets=(),
-        warnings=with_texts(of_files(note for each in readings if not each.others and (note := each.skipped))),
+        warnings=tuple(of_files(note for each in readings if not each.others and (note := each.skipped))),
         foreign=facts,
         section=section,
     )
@@ -377,17 +355,11 @@ def _not_recovered(captured: Job, series: Series | None) -> Note | None:
 
 
 def _reported(
-    table: Table | Unfit,
-    otherwise: Callable[[Note], TargetStages],
-    slower: Note | None,
-    fleet: Fleet | None,
-    job: Path,
-    memory_limit: int | None,
+    table: Table | Unfit, recorded: Job | Series, fleet: Fleet | None, job: Path, memory_limit: int | None
 ) -> tuple[TargetReport, Changeable | None]:
     """Returns the report on one target, and what predicts changes that a person chooses; None if nothing can.
 
-    ``otherwise``: makes the stages if there is no table; it is given the reason. ``slower``: a note that the job is not
-    as quick any more; ``job``: the directory that it writes to.
+    ``recorded``: what the stages are made of if there is no table; ``job``: the directory that the job writes to.
     """
     try:
         examined = table if isinstance(table, Unfit) else examine(table)
@@ -395,7 +367,12 @@ def _reported(
         examined = reason
     diagnosis, by_hand, why = None, None, None
     if isinstance(examined, Unfit):
-        measured = otherwise(table.note) if isinstance(table, Unfit) else averages(table)
+        if isinstance(table, Table):
+            measured = averages(table)
+        elif isinstance(recorded, Job):
+            measured = of_steps(recorded, table.note)
+        else:
+            measured = of_series(recorded, table.note)
         why = measured.unjudgeable or examined.note
         predicted = WhatIf(warnings=(Note("not_replayed", why=why),))
     else:
@@ -403,9 +380,6 @@ def _reported(
         ranks = slow_ranks(diagnosis.causes), slow_ranks(diagnosis.causes, every=True)
         measured = averages(examined.table, *ranks)
         predicted, by_hand = what_if(examined, diagnosis, memory_limit)
-    warnings = with_texts((*measured.warnings, *filter(None, [slower])))
-    measured = replace(measured, warnings=warnings, unjudgeable=with_text(measured.unjudgeable))
-    predicted, why = replace(predicted, warnings=with_texts(predicted.warnings)), with_text(why)
     named = () if diagnosis is None else diagnosis.causes
     packing = of_what_if.packing_advice(predicted, measured.framework, measured.sizes.cp)
     running_job = None if fleet is None else job
@@ -426,9 +400,10 @@ def _reported(
     return report, by_hand
 
 
-def _others(directory: Path) -> list[Path]:
+def _others(directory: Path, read: Collection[Path]) -> list[Path]:
     """Returns files below a directory that may be traces under another name, because names are only a hint: all that
-    are called like one, and at most `_MOST_OTHERS` more."""
-    paths = sorted(files_below(directory, (".json", ".json.gz")), key=lambda path: (not _TRACE.search(path.name), path))
+    are called like one, and at most `_MOST_OTHERS` more. ``read``: those that are known."""
+    found = set(files_below(directory, (".json", ".json.gz"))).difference(read)
+    paths = sorted(found, key=lambda path: (not _TRACE.search(path.name), path))
     named = sum(_TRACE.search(path.name) is not None for path in paths)
     return paths[: named + _MOST_OTHERS]

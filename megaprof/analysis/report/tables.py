@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaprof.analysis.notes import Note
-from megaprof.analysis.report.text.words import ABSENT
+from megaprof.analysis.words import ABSENT
 
 Emphasis = Literal["", "most", "slow", "fine"]
 """``most``: what the verdict is about, or what is recommended. ``slow`` and ``fine``: as in a `Finding`."""
@@ -82,7 +81,6 @@ class Section:
     tables: tuple[TableView, ...]
     clauses: tuple[str, ...]
     """What else is found, the most important first."""
-    warnings: tuple[Note, ...]
 
 
 def row(*cells: object, emphasis: Emphasis = "") -> Row:

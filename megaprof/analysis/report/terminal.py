@@ -18,8 +18,8 @@ from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import counted, sentence, title, with_spread
 from megaprof.analysis.trace.nsys import REPORT, SQLITE
+from megaprof.analysis.words import counted, sentence, title, with_spread
 from megaprof.formats.phrases import printable
 
 STYLES = {"slow": "bold red", "open": "", "fine": "green", "most": "bold", "": ""}
@@ -49,7 +49,7 @@ def show(report: Report, console: Console) -> None:
         for clause in section.clauses[:4]:
             console.print(text(sentence(clause)))
         console.print(text(section.limits + "."))
-        show_warnings(console, section.warnings)
+        show_warnings(console, report.foreign.warnings)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)

@@ -14,7 +14,11 @@ from megaprof.analysis.report.drawn import PHASES
 from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.tables import Cell, Column, Emphasis, Piece, TableView, row, stacked, table
 from megaprof.analysis.report.text.what_if import name_of, worth_showing
-from megaprof.analysis.report.text.words import (
+from megaprof.analysis.samples import Spread, mean_of
+from megaprof.analysis.table.iterations import OF_RL, STEP, Iterations
+from megaprof.analysis.trace.groups import GROUPS
+from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.words import (
     ABSENT,
     counted,
     layers,
@@ -28,10 +32,6 @@ from megaprof.analysis.report.text.words import (
     with_spread,
     within,
 )
-from megaprof.analysis.samples import Spread, mean_of
-from megaprof.analysis.table.iterations import OF_RL, STEP, Iterations
-from megaprof.analysis.trace.groups import GROUPS
-from megaprof.analysis.what_if.what_if import WhatIf
 
 _STAGE = (Column("stage"), Column("ranks", "name"), Column("layers", "name"))
 _MARKS = {True: "*", False: "~", None: "?"}

@@ -19,6 +19,7 @@ from megaprof.analysis.table.matching import meetings
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import (
+    WARM_UP,
     cells_of,
     forward_share,
     modules_of,
@@ -125,7 +126,7 @@ def _leave_out(job: Job) -> None:
     by_number = grouped(sorted(job.steps, key=lambda step: step.step), lambda step: step.step)
     lengths_ns = [max(step.extent[1] - step.extent[0] for step in same) for same in by_number.values()]
     if cold := tuple(by_number)[: warming_up(lengths_ns)]:
-        job.warn(Note("first_steps", steps=cold))
+        job.warn(Note("first_steps", steps=cold, factor=WARM_UP))
     job.steps = [step for step in job.steps if step.step not in cold]
     _without_axes(job)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.diagnosis.stages import averages
-from megaprof.analysis.report.report import NothingToReport, TargetReport, analyze
+from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import kinds, pipeline
@@ -122,7 +123,7 @@ def test_steps_without_any_time_are_not_shown_as_steps_of_no_time(tmp_path: Path
     paths = write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True, events=False)
     for path in paths:
         timeless(path)
-    with pytest.raises(NothingToReport, match="holds no times"):
+    with pytest.raises(Unanswerable, match="holds no times"):
         analyze(tmp_path)
 
 

@@ -273,7 +273,7 @@ def test_what_nobody_can_name_is_said_where_it_is_much() -> None:
 
 
 def test_without_a_diagnosis_it_says_why() -> None:
-    why = Note("no_layout", text="1 of 2 stages captured")
+    why = Note("incomplete", said="1 of 2 stages captured")
     (said,) = causes.findings(MEASURED, None, why)
     assert (said.kind, said.severity) == ("no_verdict", "open")
     assert said.text.endswith(": 1 of 2 stages captured.")

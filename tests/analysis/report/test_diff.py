@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from megaprof.analysis import words
 from megaprof.analysis.report import diff as text
 from megaprof.analysis.report.diff import compare
 from megaprof.analysis.report.report import Document, analyze
 from megaprof.analysis.report.terminal import show_diff
-from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline

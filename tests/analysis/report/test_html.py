@@ -217,6 +217,13 @@ def test_of_a_step_that_was_captured_twice_the_later_one_is_drawn(tmp_path):
     assert drawn.rows[0].extent[0] == BASE + 700_000_000
 
 
+def test_each_of_several_sizes_is_drawn_for_itself(tmp_path):
+    pipeline(tmp_path, [2, 2], metadata={"run": "a"})
+    plain_stage(3, 4, 10, 20, metadata={"run": "a"}).write(tmp_path)
+    two, four = data(render(tmp_path)[0])
+    assert [[row["stage"] for row in step["rows"]] for step in (two, four)] == [[0, 1], [3]]
+
+
 def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
     trace = TraceBuilder(metadata={"ranges": {"microbatch": False, "reason": "captured with --profile-ranges step"}})
     trace.call(0, 50)
@@ -274,8 +281,8 @@ def test_64_stages_of_512_microbatches_stay_small(tmp_path):
     for pp in range(2):  # 64 real traces would be the same rows again
         pipeline_stage(pp, microbatches).write(tmp_path)
     report = analyze(tmp_path)
-    (key, step), *_ = report.steps().items()
-    drawn = {key: StepTimeline(step.step, step.rows * (stages // 2), 1, ())}
+    step = report.steps()[0]
+    drawn = {0: StepTimeline(step.step, step.rows * (stages // 2), 1, ())}
     text = page(report, drawn)
     assert sum(len(row["boxes"]) for row in data(text)[0]["rows"]) == 5 * stages * 4 * microbatches
     assert len(text.encode()) < 6_000_000

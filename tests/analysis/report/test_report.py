@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megaprof.analysis.report.html import page
-from megaprof.analysis.report.report import Document, NothingToReport, analyze
+from megaprof.analysis.report.report import Document, analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.report.text.words import milliseconds
 from megaprof.analysis.report.views import what_if_table
 from megaprof.analysis.samples import mean_of
+from megaprof.analysis.words import milliseconds
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -108,7 +109,7 @@ def test_nothing_to_report_says_what_was_found_instead(tmp_path, files, says):
         directory.mkdir()
     for name, content in (files or {}).items():
         (directory / name).write_bytes(content)
-    with pytest.raises(NothingToReport) as fault:
+    with pytest.raises(Unanswerable) as fault:
         analyze(directory)
     assert says in str(fault.value)
     assert str(directory) in str(fault.value)
@@ -159,7 +160,7 @@ def test_whatever_the_traces_hold_there_is_a_report_or_a_reason(tmp_path, conten
         trace.write(directory, f"{number}.pt.trace.json")
     try:
         report = analyze(directory)
-    except NothingToReport as fault:
+    except Unanswerable as fault:
         text = str(fault)
     else:
         text = report.json().decode()

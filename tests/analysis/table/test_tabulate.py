@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.simulation import compiled
 from megaprof.analysis.table.tabulate import TOLERANCE_MS, one_clock
 from megaprof.parallel.schedules import PipelineSchedule
@@ -119,9 +118,3 @@ def test_stages_that_were_not_recorded_hide_only_what_is_beyond_them() -> None:
         off = shift[0, there] + np.array(ahead_ms)[there]
         assert np.ptp(off) <= 3 * uncertain_ms
     assert aligned(hosts, ahead_ms, missing=(2,))[1:] == (False, None)
-
-
-def test_how_far_a_clock_was_off_is_said() -> None:
-    lines = of_clocks({"host a": 0.0, "host b": -5.0, "rank 2": 3.0}, 0.02)
-    assert lines == ["host b: clock 5.000 ms ahead, ±0.020 ms", "rank 2: clock 3.000 ms behind, ±0.020 ms"]
-    assert of_clocks({"host a": 0.0}, None) == []

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.merge import merge
-from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.reading import recordings_in, traces_in
 from megaprof.cli import main
+from megaprof.formats.phrases import Unanswerable
 from tests.analysis.exchanging import exchanging
 from tests.analysis.nsys_files import write_document, write_nsys
 from tests.analysis.scenarios import Scenario, write
@@ -133,7 +134,7 @@ class TestWithoutMetadata:
         for trace in two_stages():
             write_nsys(trace, tmp_path, sidecar=False)
         why = r"no \.nsys\.json of its windows lies beside it: megaprof writes one for each into --profile-dir\.$"
-        with pytest.raises(NothingToReport, match=why):
+        with pytest.raises(Unanswerable, match=why):
             analyze(tmp_path)
 
     def test_metadata_of_another_process_are_not_taken(self, stages: Path) -> None:
@@ -158,7 +159,7 @@ class TestWithoutMetadata:
     def test_damaged_metadata_are_said(self, stages: Path) -> None:
         for path in stages.glob("*.nsys.json"):
             path.write_text("[" * 100_000)
-        with pytest.raises(NothingToReport, match="nested too deeply"):
+        with pytest.raises(Unanswerable, match="nested too deeply"):
             analyze(stages)
 
 
@@ -219,7 +220,7 @@ class TestRefused:
 
     def test_a_directory_of_nothing_else(self, tmp_path: Path) -> None:
         edit(tmp_path / "mlflow.sqlite", "CREATE TABLE runs (id INTEGER)")
-        with pytest.raises(NothingToReport, match="it holds no NVTX ranges"):
+        with pytest.raises(Unanswerable, match="it holds no NVTX ranges"):
             analyze(tmp_path)
 
     def test_a_damaged_file(self, stages: Path) -> None:

@@ -12,9 +12,9 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.evidence import costs_only_there, evidence, name_of
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
-from megaprof.analysis.report.text.words import capital, counted, milliseconds, number, percent, steps
 from megaprof.analysis.samples import mean_of
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.words import capital, counted, milliseconds, number, percent, steps
 from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import join_spans, spans_of

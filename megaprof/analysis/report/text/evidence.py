@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
-from megaprof.analysis.report.text.words import (
+from megaprof.analysis.words import (
     both,
     capital,
     counted,

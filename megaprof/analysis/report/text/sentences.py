@@ -12,8 +12,8 @@ from typing import Literal
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import EXCESS, LASTING_STEPS, Fleet, Shift
-from megaprof.analysis.report.text.notes import clause
-from megaprof.analysis.report.text.words import (
+from megaprof.analysis.trace.groups import axis_of
+from megaprof.analysis.words import (
     ago,
     capital,
     counted,
@@ -24,7 +24,6 @@ from megaprof.analysis.report.text.words import (
     spans,
     steps,
 )
-from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.job import Standing, Standstill
 
 #: A report on more targets than this begins with a table of them.
@@ -183,7 +182,7 @@ def hang_sentences(hang: Hang) -> Iterator[str]:
         yield f"No rank keeps another waiting in a collective: the dumps show {waiting}."
     if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
         yield f"No dump of {ranks(hang.missing)} is here."
-    yield from (sentence(clause(note)) for note in hang.warnings)
+    yield from (sentence(note.text) for note in hang.warnings)
 
 
 def _culprit(culprit: Culprit) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.report.text.words import both, counted, number, percent, sentence, speedup
 from megaprof.analysis.table.table import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction, switch_of
 from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.words import both, counted, number, percent, sentence, speedup
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."

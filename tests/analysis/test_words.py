@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaprof.analysis.report.text import words
+from megaprof.analysis import words
 from megaprof.analysis.samples import Spread
 from megaprof.formats.metadata import ModelChunk
 
