@@ -78,8 +78,8 @@ def of_report(directory: Path, run: int | None = None) -> dict[str, Any]:
         imbalance = "" if target.imbalance is None else f"; imbalance {ratio(target.imbalance)}"
         step = f"; a step takes {milliseconds(target.step_ms)}" if target.step_ms else ""
         headline.append(f"{title(*target.key)}: {target.in_brief().text}{imbalance}{step}")
-    if report.section is not None:
-        headline.append(report.section.limits)
+    if report.foreign is not None:
+        headline.append(report.foreign.limits)
     return {"headline": headline, **report.to_json()}
 
 

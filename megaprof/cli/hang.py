@@ -45,8 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         try:
             hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
-        except OSError as fault:
-            raise Unanswerable(f"{arguments.dir} cannot be read: {fault.strerror or fault}") from None
         except Unanswerable as fault:
             raise Unanswerable(f"{arguments.dir}: {fault}") from None
     if arguments.json:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megaprof.analysis import words
 from megaprof.analysis.notes import OVERLAPPING, UNNAMED_GROUP, Note
-from megaprof.analysis.report.tables import Cell, Column, Section, TableView, row
+from megaprof.analysis.report.tables import Cell, Column, TableView, row
 from megaprof.analysis.samples import CERTAIN
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, OPERATOR, Events, KinetoEvents, Said
 from megaprof.analysis.trace.gpu import Activities, activities, without_times
@@ -52,11 +52,6 @@ _ASCEND = (
     "have no category"
 )
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
-#: What recordings without our ranges lack, and how to record it next time.
-_LIMITS = (
-    "These recordings hold no ranges of megaprof's, so they show no bubbles, and no layout can be predicted. To see "
-    "more, record with --profile-target train_actor --profile-select per-stage"
-)
 _TIMES = "a\nstep", "recorded", "compute", "exposed", "idle", "host\nbound"
 _OF_RANK = Column("from", "text"), Column("steps"), *map(Column, _TIMES)
 _OF_EXPOSED = (
@@ -278,9 +273,51 @@ class Foreign:
     warnings: tuple[Note, ...]
     """Notes about what the recordings do not show, and why."""
 
+    #: What it cannot show, and how to record it next time.
+    limits = (
+        "These recordings hold no ranges of megaprof's, so they show no bubbles, and no layout can be predicted. To "
+        "see more, record with --profile-target train_actor --profile-select per-stage"
+    )
 
-def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
-    """Returns what the recordings of a job show, as data and for people."""
+    @property
+    def clauses(self) -> list[str]:
+        """Clauses about the ranks that come last."""
+        return [
+            f"{each.folder}{': ' if each.folder else ''}rank {each.rank} came last to {each.operation} of {each.group} "
+            f"{each.times} of {each.matched} times: there the others' kernels took {number(each.waited_ms)} ms longer"
+            for each in self.late
+        ]
+
+    @property
+    def tables(self) -> list[TableView]:
+        """The facts of every rank, and its exposed communication, first that of the rank that loses most to it."""
+        folders = {rank.window: os.path.dirname(rank.file) for rank in self.ranks}
+        several = len(folders) > 1
+        ranks, exposed = [], []
+
+        def name(rank: RankFacts) -> list[str | int]:
+            return ["?" if rank.rank is None else rank.rank, *([rank.window] if several else [])]
+
+        for rank in self.ranks:
+            times = rank.step_ms, rank.span_ms, rank.compute_ms, rank.exposed_ms, rank.idle_ms, rank.host_bound_ms
+            ranks.append(row(*name(rank), Cell(rank.rank_from, code=rank.file), rank.steps, *map(number, times)))
+        for rank in sorted(self.ranks, key=lambda rank: -rank.exposed_ms):
+            for each in rank.exposed:
+                group = f"{each.axis}: {each.group}" if each.axis else each.group
+                share = percent(each.ms / rank.span_ms if rank.span_ms else None)
+                exposed.append(row(*name(rank), each.operation, group, each.calls, number(each.ms), share))
+        windows = [row(window, folder) for window, folder in folders.items() if folder]
+        named = Column("rank", "name"), *([Column("window")] if several else [])
+        views = [
+            TableView("per rank, ms", (*named, *_OF_RANK), tuple(ranks), len(named)),
+            TableView("windows", (Column("window", "name"), Column("folder", "text")), tuple(windows)),
+            TableView("exposed communication", (*named, *_OF_EXPOSED), tuple(exposed), len(named)),
+        ]
+        return [view for view in views if view.rows]
+
+
+def report_on(recordings: Sequence[Recording]) -> Foreign:
+    """Returns what the recordings of a job show."""
     warnings = [
         Note("skipped", files=(recording.path.name,), said=recording.untimed.text)
         for recording in recordings
@@ -313,13 +350,7 @@ def report_on(recordings: Sequence[Recording]) -> tuple[Foreign, Section]:
         for each in _late(f"{path}{os.sep}".removeprefix(folder).rstrip(os.sep), of_folder)
     ]
     late.sort(key=lambda each: -each.waited_ms * each.times)
-    facts = Foreign(tuple(ranks), tuple(late), tuple(dict.fromkeys(warnings)))
-    clauses = (
-        f"{each.folder}{': ' if each.folder else ''}rank {each.rank} came last to {each.operation} of {each.group} "
-        f"{each.times} of {each.matched} times: there the others' kernels took {number(each.waited_ms)} ms longer"
-        for each in late
-    )
-    return facts, Section("Recordings without ranges of megaprof's", _LIMITS, tuple(_tables(facts)), tuple(clauses))
+    return Foreign(tuple(ranks), tuple(late), tuple(dict.fromkeys(warnings)))
 
 
 def _windows(recordings: Iterable[Recording]) -> dict[str, list[list[Recording]]]:
@@ -419,30 +450,3 @@ def _late(folder: str, windows: Iterable[Sequence[Recording]]) -> Iterator[Late]
         ]
         if (waited_ms := statistics.median(waits_ms)) > 0:
             yield Late(folder, group.name, operation, every, rank, times, waited_ms)
-
-
-def _tables(foreign: Foreign) -> list[TableView]:
-    """Returns the facts of every rank, and its exposed communication, first that of the rank that loses most to it."""
-    folders = {rank.window: os.path.dirname(rank.file) for rank in foreign.ranks}
-    several = len(folders) > 1
-    ranks, exposed = [], []
-
-    def name(rank: RankFacts) -> list[str | int]:
-        return ["?" if rank.rank is None else rank.rank, *([rank.window] if several else [])]
-
-    for rank in foreign.ranks:
-        times = rank.step_ms, rank.span_ms, rank.compute_ms, rank.exposed_ms, rank.idle_ms, rank.host_bound_ms
-        ranks.append(row(*name(rank), Cell(rank.rank_from, code=rank.file), rank.steps, *map(number, times)))
-    for rank in sorted(foreign.ranks, key=lambda rank: -rank.exposed_ms):
-        for each in rank.exposed:
-            group = f"{each.axis}: {each.group}" if each.axis else each.group
-            share = percent(each.ms / rank.span_ms if rank.span_ms else None)
-            exposed.append(row(*name(rank), each.operation, group, each.calls, number(each.ms), share))
-    windows = [row(window, folder) for window, folder in folders.items() if folder]
-    named = Column("rank", "name"), *([Column("window")] if several else [])
-    views = [
-        TableView("per rank, ms", (*named, *_OF_RANK), tuple(ranks), len(named)),
-        TableView("windows", (Column("window", "name"), Column("folder", "text")), tuple(windows)),
-        TableView("exposed communication", (*named, *_OF_EXPOSED), tuple(exposed), len(named)),
-    ]
-    return [view for view in views if view.rows]

@@ -227,31 +227,29 @@ def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -
     """Returns what the first capture predicted for the layout of the second one, and how that compares with the
     measurement; None if there is no such prediction."""
     layout, old, new = after.what_if.layout, before.diagnosis, after.diagnosis
-    if layout in (None, before.what_if.layout) or old is None or new is None:
+    prediction = next((each for each in before.what_if.candidates if each.layout == layout), None)
+    if layout in (None, before.what_if.layout) or prediction is None or old is None or new is None:
         return None
     if not old.step_ms or not new.step_ms:  # a report that was read from JSON may have none
         return None
-    for prediction in before.what_if.candidates:
-        if prediction.layout == layout:
-            expected = _expected(prediction.step_ms, old, new, layer)
-            error, inside = None, None
-            if expected is not None:
-                error = expected.value / new.step_ms - 1.0
-                told = (expected.high - expected.low) / 2 < abs(old.step_ms - prediction.step_ms.value)
-                inside = expected.holds(new.step_ms) if told and not prediction.speedup.holds(1.0) else None
-            return Kept(
-                what=name_of(prediction, before.what_if),
-                layout=layout,
-                predicted_ms=prediction.step_ms.value,
-                expected_ms=expected,
-                measured_ms=new.step_ms,
-                before_ms=old.step_ms,
-                predicted=prediction.speedup,
-                measured=old.step_ms / new.step_ms,
-                error=error,
-                inside=inside,
-            )
-    return None
+    expected = _expected(prediction.step_ms, old, new, layer)
+    error, inside = None, None
+    if expected is not None:
+        error = expected.value / new.step_ms - 1.0
+        told = (expected.high - expected.low) / 2 < abs(old.step_ms - prediction.step_ms.value)
+        inside = expected.holds(new.step_ms) if told and not prediction.speedup.holds(1.0) else None
+    return Kept(
+        what=name_of(prediction, before.what_if),
+        layout=layout,
+        predicted_ms=prediction.step_ms.value,
+        expected_ms=expected,
+        measured_ms=new.step_ms,
+        before_ms=old.step_ms,
+        predicted=prediction.speedup,
+        measured=old.step_ms / new.step_ms,
+        error=error,
+        inside=inside,
+    )
 
 
 def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Difference | None) -> Interval | None:

@@ -29,7 +29,6 @@ from megaprof.analysis.fleet.reading import Key, RankRow, Series, read_fleet
 from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report import drawn
 from megaprof.analysis.report.drawn import StepTimeline
-from megaprof.analysis.report.tables import Section
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as of_what_if
 from megaprof.analysis.report.text.evidence import KINDS
@@ -174,8 +173,6 @@ class Report(Document):
     there is no other run before or after it."""
     by_hand: tuple[Changeable | None, ...] = ()
     """One entry per target that predicts changes a person chooses; None if the target's ``what_if`` says why not."""
-    section: Section | None = None
-    """``foreign`` for people."""
 
     def with_standstill(self, last: Standstill | None, heard: float) -> Report:
         """Returns the report with the standstill that status files show, if they are of its run.
@@ -323,16 +320,13 @@ def _of_others(path: Path, readings: Sequence[Reading], warnings: Sequence[Note]
         more = [f"And {len(warnings) - 5} more like it."] * (len(warnings) > 5)
         why = " ".join([*(f"{note.text.rstrip('.')}." for note in warnings[:5]), *more])
         raise Unanswerable(f"{path} holds no trace or timeline by megaprof. {why}")
-    recordings = [each for reading in readings for each in reading.others]
-    facts, section = import_module(OTHERS).report_on(recordings)
     return Report(
         path=path,
         source=str(path),
         traces=tuple(reading.path for reading in readings if reading.others),
         targets=(),
         warnings=tuple(of_files(note for each in readings if not each.others and (note := each.skipped))),
-        foreign=facts,
-        section=section,
+        foreign=import_module(OTHERS).report_on([each for reading in readings for each in reading.others]),
     )
 
 

@@ -71,18 +71,6 @@ class TableView:
         return max((piece.start + piece.width for bar in bars for piece in bar), default=0.0) or 1.0
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a report that is not about a target."""
-
-    title: str
-    limits: str
-    """What it cannot show, and why."""
-    tables: tuple[TableView, ...]
-    clauses: tuple[str, ...]
-    """What else is found, the most important first."""
-
-
 def row(*cells: object, emphasis: Emphasis = "") -> Row:
     texts = (ABSENT if cell is None else cell for cell in cells)
     return Row(tuple(cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in texts), emphasis)

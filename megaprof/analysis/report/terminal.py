@@ -42,14 +42,14 @@ def show(report: Report, console: Console) -> None:
         show_table(console, roles)
     for target in report.targets:
         _show_target(target, console)
-    if (section := report.section) is not None:
-        heading(console, section.title)
-        for view in section.tables:
+    if (foreign := report.foreign) is not None:
+        heading(console, "Recordings without ranges of megaprof's")
+        for view in foreign.tables:
             show_table(console, view, _MOST_ROWS)
-        for clause in section.clauses[:4]:
+        for clause in foreign.clauses[:4]:
             console.print(text(sentence(clause)))
-        console.print(text(section.limits + "."))
-        show_warnings(console, report.foreign.warnings)
+        console.print(text(foreign.limits + "."))
+        show_warnings(console, foreign.warnings)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)
@@ -65,7 +65,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
     if not all(path.name.endswith((SQLITE, REPORT)) for path in report.traces):
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
-    if report.traces and report.section is None:  # recordings that megaprof did not make cannot be merged
+    if report.traces and report.foreign is None:  # recordings that megaprof did not make cannot be merged
         console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))
         console.print(text(f"  megaprof open {shlex.quote(report.source)}"), soft_wrap=True)
 

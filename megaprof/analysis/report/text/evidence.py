@@ -82,8 +82,8 @@ class Kind(NamedTuple):
     """A few words, for a table."""
     evidence: str | _Say
     """What was measured, and where: a sentence or two."""
-    advice: str | Mapping[str, str] | _Say = ""
-    """What to do: sentences, by framework where it has flags of its own (``""``: any other); may be empty."""
+    advice: str | _Say = ""
+    """What to do: sentences; may be empty."""
     about: Literal["", "stage", "machine"] = ""
     """``stage``: what a stage holds or computes. ``machine``: the machine or its load; another one might not have it,
     and no layout changes it."""
@@ -97,10 +97,7 @@ def name_of(cause: Cause) -> str:
 def evidence(cause: Cause, measured: TargetStages) -> str:
     """Returns what was measured and where, and what to do about it."""
     kind = KINDS[cause.kind]
-    advice = kind.advice
-    if isinstance(advice, Mapping):
-        advice = advice.get(measured.framework or "", advice[""])
-    told = [part if isinstance(part, str) else part(cause, measured) for part in (kind.evidence, advice)]
+    told = [part if isinstance(part, str) else part(cause, measured) for part in (kind.evidence, kind.advice)]
     return " ".join(filter(None, told)).format_map(_facts(cause))
 
 
@@ -365,7 +362,7 @@ KINDS: dict[str, Kind] = {
         "garbage collection{of}",
         "Python collects garbage inside passes{when}, on one rank or another while the others wait, for up to "
         "{longest_ms} at a time.",
-        _MANUAL_GC,
+        lambda cause, measured: _MANUAL_GC.get(measured.framework or "", _MANUAL_GC[""]),
         about="machine",
     ),
     "processor_wait": Kind(
