@@ -131,11 +131,6 @@ def title(target: str, role: str | None) -> str:
     return f"{target} ({role})" if role else target
 
 
-def both(things: Sequence[str]) -> str:
-    """Returns an enumeration of ``things``: ``a``, ``a and b``, ``a, b and c``."""
-    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
-
-
 def capital(text: str) -> str:
     """Returns ``text`` with a capital letter."""
     return text[:1].upper() + text[1:]

@@ -10,7 +10,6 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import TargetStages
 from megaprof.analysis.words import (
-    both,
     capital,
     counted,
     milliseconds,
@@ -178,7 +177,7 @@ def _ends(cause: Cause, measured: TargetStages) -> str:
     there = [name for name, is_there in names.items() if is_there]
     if not there:
         return "Each microbatch takes {excess} longer on stage {stage} than elsewhere. What it holds is not known."
-    return f"Stage {{stage}} holds {both(there)} beside its layers, which takes {{excess}} of each microbatch."
+    return f"Stage {{stage}} holds {' and '.join(there)} beside its layers, which takes {{excess}} of each microbatch."
 
 
 def _contents(measured: TargetStages, stage: int | None = None) -> Iterable[ModelChunk | None]:

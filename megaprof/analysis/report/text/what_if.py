@@ -12,7 +12,7 @@ from megaprof.analysis.what_if.changes import Prediction, switch_of
 from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.analysis.words import both, counted, number, percent, sentence, speedup
+from megaprof.analysis.words import counted, number, percent, sentence, speedup
 
 #: Explains the letters of a layout, for layouts that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
@@ -251,5 +251,5 @@ def costs_line(fit: CostFit) -> str:
         f"{source}: {', '.join(costs)}"
     )
     if unseen and "ends_hidden" not in fit.assumptions:
-        text += f"; these do not show what {both(unseen)} {'takes' if len(unseen) == 1 else 'take'}"
+        text += f"; these do not show what {' and '.join(unseen)} {'takes' if len(unseen) == 1 else 'take'}"
     return "; ".join([text, *(_ASSUMED[assumption] for assumption in fit.assumptions)])
