@@ -68,8 +68,8 @@ class Case:
     stages: int = 2
     tp: int = 1
     others: tuple[str, ...] = ()
-    """Layouts that take turns with this one, if its layers compute; any other that a rehearsal advises runs by itself,
-    and its stages have no neighbour."""
+    """Layouts that take turns with this one, if its layers compute; any other that a rehearsal advises runs after
+    them."""
 
     @property
     def command(self) -> list[str]:
@@ -93,7 +93,7 @@ CASES = {
     "4 stages, heavy loss": Case("Ett|tt|tt|ttL", (*_LONG, "--loss-ms", "75", "51"), stages=4),
     "4 stages, uneven": Case("Ettttt|t|t|tL", (*_LONG, "--memory", "2", "1"), stages=4),
     "2 stages, computing": Case(
-        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "E|t|tt|tt|tt|tL")
+        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "Et|ttt|ttt|tL", "E|t|tt|tt|tt|tL")
     ),
 }
 
@@ -188,8 +188,10 @@ def _in_turns(case: Case, out: Path, steps: int) -> Iterator[tuple[Alone, Run]]:
         return [*words, "--turns", str(place)], place
 
     def alone(words: list[str], place: Path, rank: int, world: int, steps: int) -> Stage:
-        other = begun.get(((*words[1:],), rank))
-        return other.result() if other else record(words, place, rank, world, steps)
+        for each in range(world) if ((*words[1:],), rank) not in begun else ():
+            files = place.with_name(f"rank{each}")
+            begun[(*words[1:],), each] = pool.submit(record, words, files, each, world, steps)
+        return begun[(*words[1:],), rank].result()
 
     def run(words: list[str], place: Path, world: int, steps: int) -> tuple[Floats, tuple[int, ...] | None]:
         other = begun.get(((*words,), None))
