@@ -227,12 +227,11 @@ def count(minimum: int, name: str, value: Any) -> int:
 
 
 def words(valid_words: tuple[str, ...], name: str, value: Any) -> tuple[str, ...]:
-    """Reads one or more of ``valid_words``, from a list or from text with spaces or commas between them."""
-    if isinstance(value, str):
-        value = value.replace(",", " ").split()
-    if not isinstance(value, list | tuple) or not value:
+    """Reads one or more of ``valid_words``, from text with spaces or commas between them, or from a list of such."""
+    items = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    chosen = [word for item in items for word in str(item).lower().replace(",", " ").split()]
+    if not chosen:
         raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(valid_words)}")
-    chosen = [str(item).strip().lower() for item in value]
     for item in chosen:
         if item not in valid_words:
             raise ValueError(f"{name}: unknown value {item!r}; valid: one or more of {', '.join(valid_words)}")

@@ -44,6 +44,17 @@ def test_nothing_given_is_off() -> None:
         assert parse([], host=host) == ProfileConfig()
 
 
+def test_words_are_separated_alike_in_flags_and_variables() -> None:
+    for words in (
+        ["train_actor,train_log_probs"],
+        ["train_actor,", "train_log_probs"],
+        ["train_actor train_log_probs"],
+    ):
+        typed = parse(["--profile-target", *words, "--profile-dir", "/traces"])
+        assert typed == parse([], {"MEGAPROF_TARGET": " ".join(words), "MEGAPROF_DIR": "/traces"})
+        assert typed.target == ("train_actor", "train_log_probs")
+
+
 def test_every_option_is_a_flag_that_reaches_the_config() -> None:
     values = {
         "target": (["train_actor", "train_log_probs"], ("train_actor", "train_log_probs")),
