@@ -261,6 +261,8 @@ class Listener:
             state, reason = "recording" if demand.taken else "accepted", None
             if ended:
                 reason = "the job ended before it was finished"
+        elif lost := [str(step) for step, files in zip(demand.taken, demand.written, strict=False) if not files]:
+            reason = reason or f"no file of step {', '.join(lost)} was written, as the log of this rank says"
         folder = shard(self._coords.rank, self._coords.sizes.world)
         return Answer(
             demand.request,

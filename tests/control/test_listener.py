@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import shutil
@@ -227,6 +228,24 @@ def test_a_tool_that_fails_ends_its_capture_and_nothing_else(
     job.go(good, 2)
     job.step()
     assert job.finish(good).state == "done"
+
+
+def test_a_window_of_which_nothing_was_written_is_not_captured(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = iter([False, True])
+
+    def publish(raw: Path, final: Path) -> Path:
+        if next(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return final
+
+    monkeypatch.setattr("megaprof.artifacts.writer.publish", publish)
+    monkeypatch.setattr("megaprof.artifacts.writer._keep", lambda raw, final: None)
+    request = job.order(steps=2)
+    job.go(request, 0)
+    job.step(2)
+    failed = job.finish(request)
+    assert (failed.state, failed.steps, len(failed.files)) == ("failed", (0, 1), 1)
+    assert str(failed.reason).startswith("no file of step 1 was written")
 
 
 def test_a_tool_that_cannot_run_here_is_refused(job: Job) -> None:
