@@ -82,9 +82,9 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     """Runs ``command`` as ``rank`` of ``world`` until it has made ``steps`` steps and profiled ones, and returns its
     stage. Raises Unanswerable, and OSError if the command cannot be started."""
     directory.mkdir(parents=True)
-    profiled, plain = steps + trial.WARM_UP, trial.config_of(directory)
-    window = f"{profiled}:{profiled + _PROFILED}"
-    config = replace(plain, tool=("timeline", "torch"), select="all", ranges="layer", steps=window)
+    before = trial.WARM_UP + steps + 1  # one more: the profiler is prepared behind it, which disturbs it
+    several, windows = ("timeline", "torch"), f"{before}:0:0:{_PROFILED}"
+    config = replace(trial.config_of(directory), tool=several, select="all", ranges="layer", schedule=windows)
     env = {
         alone.VARIABLE: str(directory.absolute() / "exchanges"),
         "PYTHONPATH": str(Path(alone.__file__).parent / "path"),
@@ -92,7 +92,8 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
         **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RAY_ADDRESS": "none: a driver of Ray cannot be rehearsed"},
     }
     # Behind the profiled steps comes one more, in which their files are finished.
-    ended = trial.run(command, directory.absolute(), steps + _PROFILED + 1, _TIME_LIMIT, config=config, alone=env)
+    made = before + _PROFILED + 1 - trial.WARM_UP
+    ended = trial.run(command, directory.absolute(), made, _TIME_LIMIT, config=config, alone=env)
     if ended.outcome != "enough":
         how, said = ended.outcome.replace("_", " "), f": {ended.last_line}" if ended.last_line else ""
         raise Unanswerable(f"rank {rank} did not make its steps ({how}){said} (its output: {directory / trial.LOG})")
@@ -105,14 +106,15 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
         raise Unanswerable("forwards and backwards run as one (combined 1F1B): single stages do not show their order")
     stage, metadata = next((number, each) for number, each in enumerate(table.metadata) if each is not None)
     begun = min((*table.cold, *table.steps))  # a host may begin with another number
-    kept = (table.steps >= begun + trial.WARM_UP) & ((table.steps < profiled) | (begun >= profiled))
+    kept = np.flatnonzero(table.steps >= begun + trial.WARM_UP)[:steps]
     start, end, enter = (times[kept, 0, stage] for times in (table.start, table.end, table.entry))
     before, previous = np.zeros_like(start), enter
     for phase in phase_order(table.schedule, stage):
         where = (slice(None), phase.chunk, table.schedule.kinds.index(phase.kind), phase.microbatch)
         before[where], previous = start[where] - previous, end[where]
     rows = timelines.read(timelines.paths[0], events=False).steps
-    begins = rows["start_ns"][np.isin(rows["step"], table.steps[kept])].tolist()
+    first, last = table.steps[kept[0]], table.steps[kept[-1]]
+    begins = rows["start_ns"][(rows["step"] >= first) & (rows["step"] <= last + 1)].tolist()
     device, exchanges = _exchanged(directory / "exchanges", begins)
     return Stage(
         metadata=metadata,

@@ -60,7 +60,9 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     found = json.loads(ended.stdout)
     check("rehearse", found)
     report = megaprof("report", tmp_path / "out" / "predicted", "--json", "-")
-    first, last = json.loads(report.stdout)["targets"][0]["stages"]
+    (target,) = json.loads(report.stdout)["targets"]
+    assert len(target["steps"]) == 3
+    first, last = target["stages"]
     assert [stage["chunks"][0]["holds"]["layers"] for stage in (first, last)] == [2, 1]
     assert found["sent_bytes"][0] > 0
     # Each of 8 microbatches waits at least 24 ms forward and 48 ms backward in each layer.
