@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from megaprof.analysis.words import ago, capital, counted, number, percent, rank
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
 from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats import timeline as format
-from megaprof.formats.job import STUCK_SECONDS, RankStatus, Standing, Standstill, completed
+from megaprof.formats.job import STUCK_SECONDS, RankStatus, RunRecord, Standing, Standstill, completed
 from megaprof.formats.names import parse_artifact_name, shard
 from megaprof.metrics import WAITS, HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
 from megaprof.parallel.peers import Flags, began, moving_median
@@ -127,7 +128,7 @@ class View:
         stuck = [statuses[culprit.rank].place for culprit in blame.culprits if culprit.rank in statuses]
         last = max((blame.still and [*filter(None, stuck)]) or places, key=lambda place: place.step)
         targets = {call.target for status in statuses.values() for call in status.calls}
-        waited_for = standings(statuses, blame) if blame.still else ()
+        waited_for = standings(self.job.run, statuses, blame) if blame.still else ()
         waiting = len(set(blame.stuck) - {standing.rank for standing in waited_for})
         target = last.target if len(targets) > 1 else None
         return Standstill(last.step, blame.still, waited_for, waiting, outcome, target)
@@ -147,7 +148,7 @@ class View:
         if self.silence is None:
             return self.blame
         last = max((status.time for status in self.statuses.values() if not status.ended), default=0.0)
-        return find_culprits(self.job.run, self.statuses, last, afterwards=True)
+        return _blame(self.job, self.statuses, last, afterwards=True)
 
     @property
     def heard(self) -> list[int]:
@@ -163,7 +164,28 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
         time.sleep(min(job.run.interval, 0.5))
         statuses = job.statuses()
     now = job.now(statuses, silence)
-    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
+    return View(job, statuses, now, _blame(job, statuses, now, hang_after), silence)
+
+
+def _blame(
+    job: RunningJob,
+    statuses: Mapping[int, RankStatus],
+    now: float,
+    hang_after: float = STUCK_SECONDS,
+    *,
+    afterwards: bool = False,
+) -> Blame:
+    """Returns whom the job waits for, by where its ranks stand and what they have in flight; in ``waits_for``, by where
+    they stand alone. Peers that wait for each other inside a microbatch stand at the same place."""
+    find = partial(find_culprits, job.run, statuses, now, hang_after, afterwards=afterwards)
+    blame, called = find(), defaultdict[int, set[int]](set)
+    if blame.stuck:
+        hang = hang_of_job(job.in_flight(), blame.waits_for)
+        named = {culprit.rank for culprit in hang.culprits}
+        for other in (*hang.culprits, *hang.held_up):
+            for rank in set(other.waiting) - named:
+                called[rank].add(other.rank)
+    return replace(find(called=called), waits_for=blame.waits_for) if called else blame
 
 
 def last_stand(directory: Path) -> tuple[Standstill, float] | None:
@@ -182,11 +204,14 @@ def last_stand(directory: Path) -> tuple[Standstill, float] | None:
     return None
 
 
-def standings(statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
+def standings(run: RunRecord, statuses: Mapping[int, RankStatus], blame: Blame) -> tuple[Standing, ...]:
     found = []
-    for status in (statuses[culprit.rank] for culprit in blame.culprits if culprit.rank in statuses):
-        place = (status.part,) if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
-        found.append(Standing(status.rank, status.coords["pp"], *place))
+    for rank in (culprit.rank for culprit in blame.culprits):
+        if (status := statuses.get(rank)) is not None:
+            place = (status.part,) if (at := status.place) is None else (at.phase, at.microbatch, at.chunk)
+            found.append(Standing(rank, status.coords["pp"], *place))
+        elif run.layout is not None:
+            found.append(Standing(rank, run.layout.coords(rank).pp))
     return tuple(found)
 
 
@@ -314,7 +339,7 @@ def collectives(view: View) -> Hang:
     gone, also whom its ranks wait for by their statuses."""
     hang = hang_of_job(view.job.in_flight(), view.last_blame.waits_for)
     explained = hang.culprits or hang.unended or view.silence is not None
-    outside = () if explained else standings(view.statuses, view.blame)
+    outside = () if explained else standings(view.job.run, view.statuses, view.blame)
     return replace(hang, outside=outside, standstills=view.standstills)
 
 

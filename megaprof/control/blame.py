@@ -3,13 +3,14 @@
 A rank in an exchange waits for the neighbouring stage that it exchanges with. A rank in the gradient reduction waits
 for the replicas of its stage that have not reached it yet. A rank that others wait for, and that waits for no one, is
 the culprit. Inside a microbatch, waiting for a tensor-, context- or expert-parallel peer looks like computing; so a
-rank there is taken to wait for those peers that have stood somewhere else for longer.
+rank there is taken to wait for those peers that have stood somewhere else for longer, and for those that flight
+recorders show it to wait for.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
@@ -63,12 +64,13 @@ def find_culprits(
     stuck_after: float = STUCK_SECONDS,
     *,
     afterwards: bool = False,
+    called: Mapping[int, Collection[int]] | None = None,
 ) -> Blame:
     """Returns the ranks of `run` that the others wait for.
 
     `statuses` holds those that could be read, by rank. `now` is in wall-clock seconds. A rank hangs when it has not
     moved for `stuck_after` seconds or longer (`is_stuck`). `afterwards`: the job is gone, and `now` is its last moment,
-    when every rank with a status was still alive.
+    when every rank with a status was still alive. `called`: the ranks that a rank waits for in collectives.
 
     Example: on four stages, rank 0 stands in ``send_forward_recv_backward``, rank 1 in ``backward``, rank 2 in
     ``send_backward_recv_forward``, rank 3 in ``recv_forward``, all for a minute. The culprit is rank 1, and 3 ranks
@@ -82,7 +84,7 @@ def find_culprits(
     fresh = set(stuck)
     while fresh:
         rank = fresh.pop()
-        edges[rank] = set(_waits_for(run, statuses, rank)) if rank in alive else set()
+        edges[rank] = {*_waits_for(run, statuses, rank), *(called or {}).get(rank, ())} if rank in alive else set()
         fresh |= edges[rank] - edges.keys()
     waits = Waits(edges)
     idle = waits.sinks - silent

@@ -462,6 +462,32 @@ def test_where_no_collective_shows_it_the_statuses_name_the_rank(
     assert [standing["rank"] for standing in status_now["collectives"]["outside"]] == [3]
 
 
+def test_whoever_waits_in_a_collective_is_no_suspect_beside_the_rank_that_did_not_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As tensor-parallel peers do, ranks 2 and 3 stand in the forward of the same microbatch."""
+    job = Job(tmp_path, WorldLayout(ParallelSizes(pp=2, tp=2)))
+    job.begin()
+    since = time.time() - 40
+    for rank, phase in enumerate(("recv_backward", "recv_backward", "forward", "forward")):
+        place = {"target": "train_actor", "step": 5, "phase": phase, "microbatch": 2, "chunk": 0, "since": since}
+        job.status(rank, since=since, position=place)
+    in_flight(job, {2: 6, 3: 5})
+    _, found = as_json(job, capsys)
+    assert [(each["rank"], each["waiting"]) for each in found["culprits"]] == [(3, 3)]
+    (stands,) = found["standstills"]
+    assert ([each["rank"] for each in stands["waited_for"]], stands["waiting"]) == ([3], 3)
+
+
+def test_a_rank_of_which_nothing_is_known_is_in_the_answer_for_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas(tmp_path).paths.status(3).unlink()
+    assert main(["hang", str(tmp_path), "--json"]) == 3
+    (other,) = json.loads(capsys.readouterr().out)["outside"]
+    assert (other["rank"], other["stage"], other["phase"]) == (3, 1, None)
+
+
 def test_what_the_dumps_show_counts_more_than_the_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its status rank 1 waits for rank 3, but rank 3 waits for rank 2 in a collective."""
     job = replicas(tmp_path)

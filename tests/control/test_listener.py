@@ -148,7 +148,7 @@ def test_a_rank_says_which_part_of_its_loop_it_is_in(job: Job) -> None:
     assert (before.part, saving.part, after.part) == (None, "saving", None)
     assert before.since < saving.since < after.since
     blame = Blame((0,), (WaitedFor(0, silent=False, gone=False, waiting=1, for_s=60.0),), 60.0, {})
-    (standing,) = standings({0: saving}, blame)
+    (standing,) = standings(job.run, {0: saving}, blame)
     assert (standing.rank, standing.phase) == (0, "saving")
 
 
