@@ -40,6 +40,13 @@ def capturing() -> bool:
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
+def in_backward() -> bool:
+    """Returns whether this thread is inside the autograd engine, as in a backward on the CPU. A profiler that stops
+    there counts as running again once the engine has put the thread's state back."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1
+
+
 #: Stopping and exporting a Kineto trace takes at most this many times the memory that recording it took. We measured
 #: 3.6 to 6.7, depending on options, with torch 2.13 and CPU activity (``python -m tests.benchmarks.closing``;
 #: docs/architecture.md has the figures).

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.writer import Writer
 from megaprof.capture.agenda import Agenda, CountedStep, Demand, Planned
-from megaprof.capture.bounds import capturing
+from megaprof.capture.bounds import capturing, in_backward
 from megaprof.capture.process import OpenWindow, process
 from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, offloads_manually, refusal
@@ -185,13 +185,14 @@ class Session:
         opened = process.window
         return opened if opened is not None and opened.owner is self else None
 
-    def end_window(self, reason: str, seconds: float | None = None) -> None:
-        """Closes an open window early, and marks it as truncated because of ``reason``. A no-op without a window.
+    def end_window(self, reason: str, seconds: float | None = None, *, last: bool = True) -> None:
+        """Closes an open window early, and marks it as truncated because of ``reason``. A no-op without a window, and
+        without ``last`` where it is better left open: the session goes on.
 
         Work that the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
         """
         with Contained("closing the last window", self.abandon), self._termination:
-            self._close(reason, seconds, last=True)
+            self._close(reason, seconds, last=last)
             self._leave_prepared()
 
     def close(self, reason: str, seconds: float, *, last: bool = True) -> None:
@@ -201,7 +202,7 @@ class Session:
         deadline = time.monotonic() + seconds
         finish = self.writer.close if last else self.writer.flush
         in_full(
-            partial(self.end_window, reason, seconds / 2),
+            partial(self.end_window, reason, seconds / 2, last=last),
             None if self.timeline is None or not last else self.timeline.close,
             lambda: finish(max(0.0, deadline - time.monotonic())),
             *((*self.at_end, self._say_end) if last else ()),
@@ -352,10 +353,10 @@ class Session:
             opened.overall.__enter__()
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
-        """Closes the window, if one is open. ``last``: closes it even while a CUDA graph is captured, because no later
-        call will."""
+        """Closes the window, if one is open. ``last``: closes it even while a CUDA graph is captured, or in the middle
+        of a backward, because no later call will."""
         opened = self._own_window
-        if opened is None or (capturing() and not last):
+        if opened is None or (not last and (capturing() or in_backward())):
             return
         if opened.overall is not None:
             opened.overall.close()

@@ -112,6 +112,22 @@ def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
     sys.exit(5)
 
 
+def has_its_own_handler_in_a_backward(gpt: BuiltGPT, directory: str) -> None:
+    """The signal comes while autograd runs a hook of the host's."""
+    seen: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        if not seen:
+            ready(seen)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    next(gpt.chunks[0].parameters()).register_hook(hook)
+    install(gpt, directory, schedule="0:0:0:2")
+    gpt.train_step()
+    gpt.train_step()
+    sys.exit(5)
+
+
 def has_a_handler_that_ends_it(gpt: BuiltGPT, directory: str) -> None:
     """As Megatron-LM's --otel-enabled: do something, then what was there before, here the default action. It goes in
     before the hooks do."""

@@ -99,6 +99,12 @@ def test_a_hosts_own_handler_runs_and_profiling_goes_on(directory: Path) -> None
     assert after["truncated"] is False
 
 
+def test_a_window_whose_host_goes_on_from_a_backward_is_whole_and_so_is_the_next(directory: Path) -> None:
+    job = run("has_its_own_handler_in_a_backward", directory, signal.SIGTERM)
+    assert job.returncode == 5, job.stderr
+    assert [trace["megaprof"]["truncated"] for trace in traces(directory)] == [False, False], job.stderr
+
+
 def of_the_dead(path: Path) -> bool:
     """Other jobs of this machine may be writing."""
     return not Path("/proc", path.parent.name.split(".")[-2]).exists()
