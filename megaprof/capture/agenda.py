@@ -37,6 +37,8 @@ class CountedStep:
     """The number of steps of this target and role before it."""
     hosts: bool
     """True if `number` is the host's own."""
+    call: int = 0
+    """The number of steps of this target, role and number right before it: the host's mini-batches may share one."""
 
     @property
     def outlasts_call(self) -> bool:
@@ -105,7 +107,7 @@ Planned = tuple[CountedStep, "Demand | None"]
 @dataclass
 class Wish:
     """The plan of one target and role, with what has been captured so far. ``ran`` counts its steps; the ``first`` and
-    the ``last`` of them are -1 if none ran."""
+    the ``last`` of them are -1 if none ran, and ``call`` is that of the last."""
 
     plan: Plan
     ran: int = 0
@@ -113,24 +115,25 @@ class Wish:
     """The number of these that captured a CUDA graph."""
     first: int = -1
     last: int = -1
-    wanted: dict[int, str | None] = field(default_factory=dict)
-    """The steps that were wanted so far, each with the reason why it has no window; None if it has one."""
+    call: int = 0
+    wanted: dict[tuple[int, int], str | None] = field(default_factory=dict)
+    """The steps that were wanted so far, by number and index, each with the reason why it has no window; None if it has
+    one."""
 
     def counts(self, step: CountedStep, *, graph: bool) -> bool:
         """Counts ``step``, which begins, and returns whether it is to be captured. ``graph``: whether it captures a
         CUDA graph, so that a schedule takes the next one.
 
         A host may run one step twice (Megatron's rerun machinery), or give several mini-batches one number. Then the
-        first run is captured.
+        first run is captured; of a schedule, which counts calls, each.
         """
-        again = step.number == next(reversed(self.wanted), None)
-        passed_over = again or (graph and isinstance(self.plan, Schedule))
+        again = step.number == next(reversed(self.wanted), (-1,))[0]
+        passed_over = graph if isinstance(self.plan, Schedule) else again
         wanted = not passed_over and self.plan.captures(step.number, step.index - self.graphs)
         if wanted:
-            self.wanted.pop(step.number, None)  # the last one stands last
-            self.wanted[step.number] = None
+            self.wanted[step.number, step.index] = None
         self.first = self.first if self.ran else step.number
-        self.last = step.number
+        self.last, self.call = step.number, step.call
         self.ran += 1
         self.graphs += graph
         return wanted
@@ -170,9 +173,12 @@ class Agenda:
         captures a CUDA graph. Then it can have no window, and a schedule does not count it. ``demand``: the capture on
         demand, if any.
         """
-        index = self.wish(target, role).ran
+        of_target = self.wish(target, role)
+        index = of_target.ran
         hosts = number is not None and number >= 0
         step = CountedStep(target, role, int(number or 0) if hosts else index, index, hosts)
+        if step.number == of_target.last:
+            step.call = of_target.call + 1
         around = self._host_step_of(step, host_step)
         steps = (step,) if around is None else (around, step)
         wishes = [self.wish(step.target, step.role) for step in steps]
@@ -237,7 +243,7 @@ class Agenda:
         if demand is not None:
             demand.reason, demand.over = reason, True
         else:
-            self.wish(step.target, step.role).wanted[step.number] = reason
+            self.wish(step.target, step.role).wanted[step.number, step.index] = reason
 
     def before_wanted(self, demand: Demand | None) -> Planned | None:
         """Returns the first of the steps that began with the last call after which the next call probably begins a step
@@ -308,18 +314,17 @@ def _missing(wishes: list[Wish]) -> Iterator[str]:
         return
     plan, first, last = wishes[0].plan, min(wish.first for wish in wishes), max(wish.last for wish in wishes)
     ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
-    wanted = {number: reason for wish in wishes for number, reason in wish.wanted.items()}
+    wanted = {step: reason for wish in wishes for step, reason in wish.wanted.items()}
     if isinstance(plan, StepList):
-        if left := plan.left(wanted, _LISTED + 1):
+        if left := plan.left({number for number, _ in wanted}, _LISTED + 1):
             yield f"{_listed(left)} never came: {ran}"
     elif isinstance(plan, Schedule) and (windows := plan.windows) and len(wanted) < windows:
         needed = plan.skip_first + plan.cycle * plan.repeat + max(wish.graphs for wish in wishes)
-        calls, why = max(wish.ran for wish in wishes), "further calls had the number of a captured step"
-        why = f"it needs {counted(needed, 'call')}, and {calls} ran" if calls < needed else why
+        why = f"it needs {counted(needed, 'call')}, and {max(wish.ran for wish in wishes)} ran"
         yield f"{len(wanted)} of {counted(windows, 'step')} of the schedule came: {why}"
-    if lost := [number for number, reason in wanted.items() if reason is not None]:
+    if lost := {number: reason for (number, _), reason in wanted.items() if reason is not None}:
         were = "was" if len(lost) == 1 else "were"
-        yield f"{_listed(lost)} {were} not captured: {wanted[lost[-1]]}"
+        yield f"{_listed(lost)} {were} not captured: {[*lost.values()][-1]}"
 
 
 def _listed(steps: Collection[int]) -> str:

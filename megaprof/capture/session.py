@@ -312,7 +312,7 @@ class Session:
         if timeline is not None and (
             self.config.listens or self.agenda.goes_on or disturbed or timeline.owes(step.target, step.role)
         ):
-            timed = timeline.begin(facts, step.target, step.role, step.number, disturbed=disturbed)
+            timed = timeline.begin(facts, step.target, step.role, (step.number, step.call), disturbed=disturbed)
             call = RecordedCall(facts, timed, timed=True, level=level)
         elif window is not None or level is not None or self._coming:
             tape = Tape(facts.chunks, facts.forward_only)
@@ -332,7 +332,7 @@ class Session:
         """Opens a window of ``step``. If its recorders cannot start, the window is lost."""
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
-        window = Window(step.target, role, step.number, self.coords)
+        window = Window(step.target, role, step.number, self.coords, step.call)
         recorders = self.recorders if demand is None else demand.recorders
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()

@@ -115,6 +115,8 @@ class Metadata:
     """The rank, with the sizes of the run."""
     steps: tuple[Step, Step]
     """First and last step, inclusive, in the host's own numbering if it has one."""
+    call: Count = 0
+    """Number of calls with the number of the first step before it; 0 in timelines."""
     version: str | None = None
     """Version of megaprof that wrote it."""
     run: str | None = None

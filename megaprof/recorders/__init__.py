@@ -28,6 +28,8 @@ class Window:
     """The role that the work belongs to (actor, ref, critic, ...); None if the host names no role."""
     step: int
     coords: RankCoords
+    call: int = 0
+    """The number of calls with this step number right before it."""
     final: bool = False
     """True if the process plans no further window and has no request for one, known when it closes."""
 

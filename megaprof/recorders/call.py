@@ -122,6 +122,7 @@ def describe(
         target=window.target,
         coords=coords,
         steps=(window.step, window.step),
+        call=window.call,
         # A name of this process alone: every rank of a job has its own.
         run=f"{host()}-{os.getpid()}-{_started(os.getpid())}",
         version=__version__,

@@ -128,16 +128,17 @@ class TimelineRecorder:
             self._device = clock
         return None if self._device is None else self._device.mark
 
-    def begin(self, facts: CallFacts, target: str, role: str | None, number: int, *, disturbed: bool) -> RecordedStep:
-        """Starts to record a schedule call, which is step ``number`` of its target and role. ``disturbed``: the
-        profiler was opened or closed right before it."""
+    def begin(
+        self, facts: CallFacts, target: str, role: str | None, step_and_call: tuple[int, int], *, disturbed: bool
+    ) -> RecordedStep:
+        """Starts to record a schedule call of a target and role: the number of its step, and of calls with that number
+        before it. ``disturbed``: the profiler was opened or closed right before it."""
         calls = self.by_key.get((target, role))
         if calls is None:
             calls = self.by_key[target, role] = Calls(target, role)
-        calls.index = calls.index + 1 if calls.number == number else 0
-        calls.number = number
+        calls.number, index = step_and_call
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
-        step.number, step.index, step.own = number, calls.index, 0
+        step.number, step.index, step.own = calls.number, index, 0
         step.calls, step.metadata = calls, self._metadata(calls, facts)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step

@@ -68,7 +68,6 @@ class Calls:
     """When the last call began, in nanoseconds of the wall clock; 0 before the first one."""
     busy_until_ns: int = 0
     """When the last call that was packed had ended on its own clock, in the same way."""
-    index: int = 0
     count: int = 0
     finished: tuple[int, int] | None = None
     """The step number of the last call that finished, and the number of finished calls."""

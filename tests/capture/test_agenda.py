@@ -45,6 +45,12 @@ TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] 
         {"schedule": "1:0:1:2:2"},
         ["train_actor 2", "train_actor 3", "train_actor 5", "train_actor 6"],
     ),
+    "a schedule counts calls, whatever their numbers": (
+        train(4, 4, 4, 5, 5, 5),
+        (ACTOR,),
+        {"schedule": "1:0:0:3"},
+        ["train_actor 4", "train_actor 4", "train_actor 5"],
+    ),
     "the host's step with all that is in it": (
         rl(6, 7, 8, mini_batches=3),
         (OVERALL,),
@@ -163,7 +169,7 @@ def test_a_step_that_falls_into_a_window_on_demand_is_in_that_one() -> None:
     demand = Demand(ACTOR, None, 1, 1, [])
     run = agenda(ACTOR, steps="1", select="all")
     assert in_words(windows_of(run, train(0, 1, 2, 3), demand)) == ["train_actor 1"]
-    assert run.wish(ACTOR, None).wanted[1] == "a window of train_actor was open"
+    assert run.wish(ACTOR, None).wanted[1, 1] == "a window of train_actor was open"
 
 
 STEPS = train(*range(6)), (ACTOR,)
@@ -188,7 +194,7 @@ ROLES = [Call(EVALUATE, "actor")]
             train(*[4] * 6),
             (ACTOR,),
             {"schedule": "0:0:0:3"},
-            ["train_actor: 1 of 3 steps of the schedule came: further calls had the number of a captured step"],
+            [],
         ),
         (train(0), (ACTOR, LOG_PROBS), {"steps": "0"}, ["train_log_probs never ran"]),
         (train(0), (ACTOR,), {"steps": "0", "discrete": True}, ["annotated never ran"]),

@@ -242,7 +242,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         if not step.forward_only and (step.on_gpu or len(step.finalize)):
             reduced[t] = ((step.extent[1] if step.on_gpu else int(step.finalize[-1, 1])) - origin) * _MS
         # The metadata only have the sequences of the first call of a window.
-        is_first = (step.target, step.step, step.index) == (of_call.target, of_call.steps[0], 0)
+        is_first = (step.target, step.step, step.index) == (of_call.target, of_call.steps[0], of_call.call)
         of_microbatches = zip(of_call.tokens or (), of_call.lengths or (), strict=False) if is_first else ()
         for number, (tokens, lengths) in enumerate(of_microbatches):
             if tokens and lengths:

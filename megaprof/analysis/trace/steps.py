@@ -172,7 +172,8 @@ class TracedStep:
 def steps_of(trace: Trace) -> list[TracedStep]:
     """Returns every step in ``trace``, in order of time."""
     role_ranges = [traced for traced in trace.ranges if traced.name.role is not None]
-    counts: Counter[tuple[str, int]] = Counter()
+    of_file = trace.metadata
+    counts = Counter({(of_file.target, of_file.steps[0]): of_file.call})
     steps = []
     for outer in trace.ranges:
         if (number := outer.name.fields.get("step")) is None:
@@ -180,7 +181,7 @@ def steps_of(trace: Trace) -> list[TracedStep]:
         target = outer.name.label
         around = (traced for traced in role_ranges if traced.start <= outer.start and outer.end <= traced.end)
         innermost = max(around, key=lambda traced: (traced.start, -traced.end), default=outer)
-        role = innermost.name.role or trace.metadata.role
+        role = innermost.name.role or of_file.role
         steps.append(_step(trace, outer, role, number, counts[target, number]))
         counts[target, number] += 1
     return steps
