@@ -96,7 +96,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
         console.print(text(f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}"))
     console.print(text(", ".join(sentences.facts(target))))
     if target.step_time_ms:
-        parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target)
+        parts = f"step time {with_spread(target.step_time_ms)} ms", sentences.basis(target, target.iterations)
         console.print(text(", ".join(filter(None, parts))))
     if target.imbalance is not None:
         console.print(text(f"imbalance {target.imbalance:.2f} (slowest stage / average stage, compute only)"))

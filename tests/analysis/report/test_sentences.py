@@ -9,7 +9,8 @@ import pytest
 
 from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.report.text import sentences, what_if
-from megaprof.analysis.samples import Interval
+from megaprof.analysis.samples import Interval, Spread
+from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import Advice, WhatIf
 from megaprof.parallel.topology import ParallelSizes
@@ -98,3 +99,25 @@ def test_a_step_without_its_last_stage_is_said_to_be_that() -> None:
     told = [sentences.basis(replace(whole, stages=(stage,) * count)) for count in (2, 1)]
     assert len(set(told)) == 2
     assert told[1].startswith(told[0])
+
+
+def test_a_step_that_is_longer_than_an_iteration_says_why() -> None:
+    """Each of two stages takes 100 ms for its part of a pass, and begins with the next one at once."""
+    passes = TargetStages(
+        "train_log_probs",
+        None,
+        ParallelSizes(pp=2),
+        "1f1b",
+        True,
+        8,
+        (5,),
+        Spread.of([200.0]),
+        "one_clock",
+        (),
+        None,
+        (),
+    )
+    quick, slow = (Iterations(9, ms, 100.0, ()) for ms in (100.0, 230.0))
+    assert "begins the next pass" in sentences.basis(passes, quick)
+    for found, iterations in ((passes, slow), (passes, None), (replace(passes, forward_only=False), quick)):
+        assert "longer" not in sentences.basis(found, iterations)

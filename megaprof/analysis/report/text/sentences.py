@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import EXCESS, LASTING_STEPS, Fleet, Shift
+from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.words import (
     ago,
@@ -68,12 +70,17 @@ class Finding:
     """The flags as options of the host framework, after its name; None if it takes the flags as they are."""
 
 
-def basis(measured: TargetStages) -> str:
-    """Returns from when to when a step of a pipeline is measured, and what a profiler changes about it; maybe empty."""
+def basis(measured: TargetStages, iterations: Iterations | None = None) -> str:
+    """Returns from when to when a step of a pipeline is measured, why it is longer than one of the ``iterations``, if
+    it is, and what a profiler changes about it; maybe empty."""
     clauses, profiled = [], measured.profiled_step_time_ms
     if measured.sizes.pp > 1:
         missing = measured.sizes.pp - len(measured.stages)
         clauses.append(BASES[measured.step_time_basis] + (", of those that were captured" if missing else ""))
+        # Nothing makes the stages of a pass without gradients begin together.
+        longer = iterations is not None and measured.step_ms > (1 + LEAST) * iterations.ms
+        if longer and measured.forward_only and not measured.profiled:
+            clauses.append("longer than an iteration: a stage begins the next pass while others are in this one")
     if measured.profiled:
         clauses.append("while a profiler recorded it; other steps may be shorter, and the host's delays have no price")
     elif profiled is not None and measured.step_time_ms is not None:
