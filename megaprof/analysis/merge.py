@@ -17,7 +17,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class MergeAnswer:
     run: int
     """Number of the run that the step belongs to; 1 is the oldest."""
     runs: int
-    """Number of runs with traces in the directory."""
+    """Number of runs with files in the directory, as in a report."""
 
     @property
     def name(self) -> StepName:
@@ -420,8 +420,8 @@ def _choose(
 
     It is the latest step of the first target in `_PREFERRED`, unless ``target``, ``role`` and ``step`` choose another.
     ``ranks``: None for all ranks, or for the lowest of each stage if there are more than `MOST_RANKS`. ``run``: the
-    number of the run, from 1; None for the newest. Files that cannot be used become ``warnings``. Raises Unanswerable
-    and NoSuchRun.
+    number of the run, from 1; None for the newest with captures. Files that cannot be used become ``warnings``. Raises
+    Unanswerable and NoSuchRun.
     """
     if not source.exists():
         raise Unanswerable(f"{source} does not exist")
@@ -450,6 +450,8 @@ def _choose(
         and (role is None or name.role == sanitise(role))
         and (step is None or name.step == step)
     ]
+    if not captures:
+        raise Unanswerable(f"{source} holds no capture of run {runs.chosen + 1}")
     if not matching_steps:
         raise Unanswerable(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
     chosen_step = min(
@@ -474,14 +476,23 @@ def _choose(
 def _runs_of(
     timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Path, Place]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
-    """Returns the runs of the captures, and the steps that belong to other runs than the chosen one. Decides by the
-    rank that has the most files. Raises NoSuchRun."""
+    """Returns the runs, as a report tells them apart, and the steps that belong to other runs than the chosen one, by
+    default the newest with captures. If there are timelines, they tell runs apart, with the captures of one rank.
+    Raises NoSuchRun."""
     files_of: defaultdict[int, dict[Path, None]] = defaultdict(dict)
     for file, place in itertools.chain.from_iterable(captures.values()):
         files_of[place.rank][file] = None
-    rank = min(files_of, key=lambda rank: (-len(files_of[rank]), rank))
-    if len(files_of[rank]) == 1 and run is None:
-        return Runs(), set()  # if there were several runs, some rank would have at least two files
-    steps = [step for file in files_of[rank] for step in read(file).steps]
-    runs, by_name = runs_in(steps, timelines, run), grouped(steps, lambda step: StepName.of(step.metadata))
+    fullest = min(files_of, key=lambda rank: (-len(files_of[rank]), rank))
+    every = dict.fromkeys(itertools.chain.from_iterable(files_of.values()))
+    if len(every) == 1 and run is None:
+        return Runs(), set()
+    few = files_of[fullest] if timelines.paths else every
+    steps = [step for file in few for step in read(file).steps]
+    runs = runs_in(steps, timelines, run)
+    if runs.count == 1:
+        return runs, set()
+    steps += [step for file in every if file not in few for step in read(file).steps]
+    if run is None:
+        runs = replace(runs, chosen=max((runs.index(step.host[0]) for step in steps), default=runs.chosen))
+    by_name = grouped(steps, lambda step: StepName.of(step.metadata))
     return runs, {name for name, of_name in by_name.items() if not any(runs.has(step.host[0]) for step in of_name)}

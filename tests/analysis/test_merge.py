@@ -14,7 +14,9 @@ import pytest
 from megaprof.analysis.merge import MARK, merge
 from megaprof.analysis.trace.reading import NoSuchRun
 from megaprof.formats.phrases import Unanswerable
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging, write
+from tests.analysis.job_timelines import START_NS, write_timelines
 from tests.analysis.synthetic import TraceBuilder
 
 PHASES = set("XBEisftMCbne")
@@ -244,6 +246,29 @@ def test_two_runs_are_two_and_the_newest_is_merged(tmp_path):
     assert merged(tmp_path, run=1, step=5)[0].ranks == (0, 1)
     with pytest.raises(NoSuchRun, match="runs 1 to 2"):
         merge(tmp_path, tmp_path / "out.json", run=3)
+
+
+def test_ranks_of_different_runs_are_no_picture(tmp_path):
+    """Each run captured another rank, and their sizes differ."""
+    sizes = {"tp": 1, "pp": 2, "cp": 1, "ep": 1, "dp": 2, "vpp": 1, "etp": 1}
+    write(exchanging([0.0, 0.0], step=5, metadata={"run": "a"})[:1], tmp_path / "a")
+    write(exchanging([900_000.0, 900_000.0], step=5, metadata={"run": "b", "sizes": sizes})[1:], tmp_path / "b")
+    assert [(each.run, each.runs, each.ranks) for each in (merged(tmp_path)[0], merged(tmp_path, run=1)[0])] == [
+        (2, 2, (1,)),
+        (1, 2, (0,)),
+    ]
+
+
+def test_a_later_run_without_captures_is_no_reason_to_merge_nothing(tmp_path):
+    """Only its timelines show that run."""
+    for step in (5, 6):
+        write(exchanging([0.0, 0.0], step=step, metadata={"run": "a"}), tmp_path / "a")
+    layout, later = WorldLayout(ParallelSizes(pp=2)), START_NS + 10**15
+    write_timelines(tmp_path / "new", layout, steps=9, microbatches=2, start_ns=later)
+    result = merged(tmp_path)[0]
+    assert (result.run, result.runs, result.name.step, result.ranks) == (1, 2, 6, (0, 1))
+    with pytest.raises(Unanswerable, match="no capture of run 2"):
+        merged(tmp_path, run=2)
 
 
 def test_one_rank_is_a_timeline_without_arrows(tmp_path):

@@ -318,9 +318,13 @@ class Runs:
         following = [*self.first_steps[1:], math.inf][self.chosen]
         return self.first_steps[self.chosen] / 1e9, following / 1e9
 
+    def index(self, start_ns: int) -> int:
+        """Returns the index of the run that a file belongs to whose first step began at ``start_ns``."""
+        return max(0, bisect_right(self.begins, start_ns) - 1)
+
     def has(self, start_ns: int) -> bool:
         """Returns whether a file whose first step began at ``start_ns`` belongs to the chosen run."""
-        return max(0, bisect_right(self.begins, start_ns) - 1) == self.chosen
+        return self.index(start_ns) == self.chosen
 
 
 def runs_in(steps: Iterable[TracedStep], timelines: Timelines, run: int | None = None) -> Runs:
