@@ -489,9 +489,8 @@ def _runs_of(
     few = files_of[fullest] if timelines.paths else every
     steps = [step for file in few for step in read(file).steps]
     runs = runs_in(steps, timelines, run)
-    if runs.count == 1:
-        return runs, set()
-    steps += [step for file in every if file not in few for step in read(file).steps]
+    if runs.count > 1:
+        steps += [step for file in every if file not in few for step in read(file).steps]
     if run is None:
         runs = replace(runs, chosen=max((runs.index(step.host[0]) for step in steps), default=runs.chosen))
     by_name = grouped(steps, lambda step: StepName.of(step.metadata))

@@ -312,7 +312,7 @@ class Session:
         if timeline is not None and (
             self.config.listens or self.agenda.goes_on or disturbed or timeline.owes(step.target, step.role)
         ):
-            timed = timeline.begin(facts, step.target, step.role, (step.number, step.call), disturbed=disturbed)
+            timed = timeline.begin(facts, (step.target, step.role), step.number, step.call, disturbed=disturbed)
             call = RecordedCall(facts, timed, timed=True, level=level)
         elif window is not None or level is not None or self._coming:
             tape = Tape(facts.chunks, facts.forward_only)

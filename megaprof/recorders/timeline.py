@@ -128,24 +128,22 @@ class TimelineRecorder:
             self._device = clock
         return None if self._device is None else self._device.mark
 
-    def begin(
-        self, facts: CallFacts, target: str, role: str | None, step_and_call: tuple[int, int], *, disturbed: bool
-    ) -> RecordedStep:
+    def begin(self, facts: CallFacts, key: Key, number: int, index: int, *, disturbed: bool) -> RecordedStep:
         """Starts to record a schedule call of a target and role: the number of its step, and of calls with that number
         before it. ``disturbed``: the profiler was opened or closed right before it."""
-        calls = self.by_key.get((target, role))
+        calls = self.by_key.get(key)
         if calls is None:
-            calls = self.by_key[target, role] = Calls(target, role)
-        calls.number, index = step_and_call
+            calls = self.by_key[key] = Calls(*key)
+        calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
-        step.number, step.index, step.own = calls.number, index, 0
+        step.number, step.index, step.own = number, index, 0
         step.calls, step.metadata = calls, self._metadata(calls, facts)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
         step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
         calls.began_ns = step.start_ns
-        step.entered = self._parts.enter(part_of_call(target, role), schedule=True)
+        step.entered = self._parts.enter(part_of_call(*key), schedule=True)
         step.began = step.mark()
         return step
 
