@@ -257,8 +257,11 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
             return False
         from megaprof.autoload import megatron_lm
         from megaprof.autoload.install import install_hooks
+        from megaprof.capture.process import process
         from megaprof.config.arguments import check_host_profilers
 
+        if any(session.models is not None and session.role is None for session in process.sessions):
+            return True  # the host has installed hooks for its model
         config = _config()
         check_host_profilers(config, megatron_lm.arguments())
         install_hooks(None, config, groups=groups, pipeline=pipeline)

@@ -199,7 +199,7 @@ def captured(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["never asks", "asks for another"])
+@pytest.mark.parametrize("way", ["never asks", "asks for another", "two lines"])
 def test_a_schedule_that_was_imported_by_its_name_is_captured(way: str, env: dict[str, str], tmp_path: Path) -> None:
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "out"), steps="0:2", activities=("cpu",))
     (tmp_path / "bridge.py").write_text(KEEPS_A_SCHEDULE)
@@ -215,6 +215,7 @@ def test_a_schedule_that_was_imported_by_its_name_is_captured(way: str, env: dic
     assert captured(tmp_path / "out") == ["train_actor.step000000", "train_actor.step000001"]
     assert "megaprof ends: 2 windows captured" in run.stderr
     assert "nothing was captured" not in run.stderr
+    assert run.stderr.count("megaprof ends") == 1, "hooks of the host's own are the only ones"
 
 
 @pytest.mark.parametrize("way", ["armed late", "two lines"])
