@@ -46,7 +46,7 @@ from megaprof.parallel.schedules import (
 )
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
-_Rows: TypeAlias = npt.NDArray[np.intp]
+Indices: TypeAlias = npt.NDArray[np.intp]
 
 #: The most node ends in memory at once, over all steps: 32 MB. Further steps are evaluated afterwards.
 _MOST_HELD = 1 << 22
@@ -72,18 +72,18 @@ class Replay:
     schedule: PipelineSchedule
     rendezvous: bool
     """True if a sender waits for its receiver: the rendezvous model of exchanges."""
-    _levels: tuple[tuple[int, int, npt.NDArray[np.intp]], ...]
+    _levels: tuple[tuple[int, int, Indices], ...]
     """For each level but the first: its rows in the table of nodes, [begin, end), and the rows that they wait for,
     [any number, end - begin]."""
-    _passes: npt.NDArray[np.intp]
+    _passes: Indices
     """The row of each pass, in the order of a flattened ``passes``."""
-    _before: npt.NDArray[np.intp]
+    _before: Indices
     """The rows that each pass waits for, [any number, pass]."""
-    _last: npt.NDArray[np.intp]
+    _last: Indices
     """The row of the last pass of each stage."""
-    _transfers: npt.NDArray[np.intp]
+    _transfers: Indices
     """The rows of the transfers."""
-    _links: npt.NDArray[np.intp]
+    _links: Indices
     """The link that each transfer takes."""
 
     @property
@@ -171,7 +171,7 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
     levels = _levels(inputs)
     rows = np.argsort(np.concatenate(levels))
 
-    def inputs_of(nodes: Sequence[int]) -> _Rows:
+    def inputs_of(nodes: Sequence[int]) -> Indices:
         """Returns the rows that some nodes wait for, [most, node]. One that waits for fewer repeats its first."""
         several = [inputs[each] for each in nodes]
         most = max(map(len, several))

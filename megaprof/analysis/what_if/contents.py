@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import divided, outside_layers
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
+from megaprof.analysis.simulation import Indices
 from megaprof.analysis.table.table import EMBEDDING, LOSS, MTP, Floats
 from megaprof.analysis.what_if.layout_search import Unit
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage, to_flags
@@ -34,7 +35,6 @@ _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
 _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
-Indices: TypeAlias = npt.NDArray[np.intp]
 Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 
 

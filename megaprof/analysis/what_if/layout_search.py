@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation import Milliseconds, Replay
+from megaprof.analysis.simulation import Indices, Milliseconds, Replay
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 
 _PASSES_PER_SEARCH = 12_000_000
@@ -21,8 +21,7 @@ _FEWEST, _MOST = 100, 2000  # replays per search
 Unit: TypeAlias = tuple[str, Sequence[float]]
 """A part of the model that no layout divides: its letters (``E``, ``t``, all MTP layers as ``mm``, ``L``), and the time
 of a microbatch in it, in milliseconds by kind of pass."""
-_Whole: TypeAlias = npt.NDArray[np.intp]
-Needs: TypeAlias = Callable[[_Whole, _Whole], npt.NDArray[np.float64]]
+Needs: TypeAlias = Callable[[Indices, Indices], npt.NDArray[np.float64]]
 """Takes some stages [n] and the layers (MTP layers included) that their chunks hold [n, chunk]. Returns the fraction of
 its allowed memory that each stage needs [n]."""
 _Counts: TypeAlias = tuple[int, ...]
@@ -78,7 +77,7 @@ class _Problem:
                 step_ms[kept] = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
-    def needs(self, several: _Whole) -> npt.NDArray[np.float64]:
+    def needs(self, several: Indices) -> npt.NDArray[np.float64]:
         """Returns [layout, stage]: the fraction of its allowed memory that each stage needs in some layouts
         [layout, piece]; 0 without a bound."""
         if self.stages_need is None:
@@ -93,7 +92,7 @@ class _Problem:
         parts[other] = changed
         return parts
 
-    def fitting(self, several: _Whole | Sequence[_Counts]) -> list[_Counts]:
+    def fitting(self, several: Indices | Sequence[_Counts]) -> list[_Counts]:
         """Returns the layouts in which no stage needs more than it may."""
         every = np.asarray(several, dtype=np.intp)
         kept = every[self.needs(every).max(axis=1) <= 1.0] if len(every) else every
@@ -168,8 +167,7 @@ def _starts(problem: _Problem) -> Iterator[_Counts]:
     yield from sorted(uneven_counts, key=lambda counts: (max(_stage_work(problem, counts)), counts))[:8]
 
 
-_Places = npt.NDArray[np.intp]
-_PieceCost = Callable[[_Places, _Places], Milliseconds]
+_PieceCost = Callable[[Indices, Indices], Milliseconds]
 
 
 def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
@@ -178,7 +176,7 @@ def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
     largest = _best_cuts(units, pieces, cost, np.maximum)[0]
     limit = largest * (1 + 1e-12)
 
-    def squared(begin: _Places, end: _Places) -> Milliseconds:
+    def squared(begin: Indices, end: Indices) -> Milliseconds:
         piece_cost = cost(begin, end)
         return np.where(piece_cost > limit, inf, piece_cost * piece_cost)
 
@@ -249,7 +247,7 @@ def _improve(problem: _Problem, counts: _Counts, top: int) -> None:
                 break
 
 
-def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[_Whole]:
+def _moves(problem: _Problem, counts: _Counts, first: npt.NDArray[np.bool_] | None = None) -> Iterator[Indices]:
     """Yields layouts [taker, piece], once for each piece that gives a unit away. Pieces of the stages in ``first``
     [stage] come first, and the most loaded ones before others."""
     load = _stage_work(problem, counts)

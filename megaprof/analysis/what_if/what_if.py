@@ -18,11 +18,11 @@ from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import CERTAIN, LEAST
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread
-from megaprof.analysis.simulation import Replay, compiled, rescheduled
+from megaprof.analysis.simulation import Indices, Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Change, Prediction, longest, plans, priced, sequences_of
-from megaprof.analysis.what_if.contents import CostFit, Held, Indices, fitted, in_flight_layers, measured_memory
+from megaprof.analysis.what_if.contents import CostFit, Held, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
     MOST_LAYERS,
