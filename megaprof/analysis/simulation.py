@@ -348,11 +348,9 @@ def simulate(
             missing for one that does.
     """
     stages, chunks = _shape("forward_ms", forward_ms)
-    times = {"forward_ms": forward_ms}
-    for label, kind_times in (("backward_ms", backward_ms), ("weight_ms", weight_ms)):
-        if kind_times is None:
-            continue
-        times[label] = kind_times
+    given = {"forward_ms": forward_ms, "backward_ms": backward_ms, "weight_ms": weight_ms}
+    times = {label: kind_times for label, kind_times in given.items() if kind_times is not None}
+    for label, kind_times in times.items():
         if (shape := _shape(label, kind_times)) != (stages, chunks):
             raise ValueError(f"{label} is {shape} [stages][chunks], forward_ms is {(stages, chunks)}")
     checked = PipelineSchedule.checked(

@@ -116,13 +116,13 @@ class Examined:
         # communication that appears once, are reduced in all of them.
         of_one = mean * (term.once and term.group is None and len(gain) == 1)
         # Contents of a single step may contain a disturbance. That its microbatches or ranks differ is a fact.
-        several = None
+        several, without = None, mended(self.view, term)
         if term.fitted and len(gain) == 1:
-            with_it, without = (view.in_other_blocks(len(self.rows)) for view in (self.view, mended(self.view, term)))
-            several = with_it.step_ms - without.step_ms
+            more, shorter = (view.in_other_blocks(len(self.rows)).step_ms for view in (self.view, without))
+            several = more - shorter
         price = self.interval(gain, of_one**2 + of_content**2, several)
         # No step is shorter than the passes that are left; those of the term's own stage may be estimated.
-        left = np.minimum(self.view.passes, mended(self.view, term).passes).sum(axis=(3, 4, 5))
+        left = np.minimum(self.view.passes, without.passes).sum(axis=(3, 4, 5))
         own = term.stage if term.stage is not None else slice(None if term.fitted else 0)
         most_ms = self.step_ms - float(np.delete(left, own, axis=2).max(axis=(1, 2), initial=0.0).mean())
         return replace(price, low=price.low - term.doubt_ms(mean), high=max(mean, min(price.high, most_ms)))

@@ -226,7 +226,7 @@ def _repacked(run: Changeable, wanted: Setting, packing: str) -> tuple[Changeabl
             f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
             f"{sequences.most} tokens, which is what memory was seen to hold"
         )
-    prediction, steps = repacked(sequences, laid, packing)
+    prediction, steps = repacked(sequences, laid)
     return replace(run, baseline=longest(steps)), prediction
 
 

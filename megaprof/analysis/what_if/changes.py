@@ -288,24 +288,18 @@ def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> li
     return laid if len(laid) == len(steps) else None
 
 
-def repacked(sequences: Sequences, steps: Sequence[Step], name: str | None = None) -> tuple[Prediction, Examined]:
-    """Predicts the run with the sequences of each step packed as in ``steps`` (by the plan with this ``name``), which
-    all have equally many microbatches. Returns these steps, too. Raises ValueError if Megatron refuses that number."""
+def repacked(sequences: Sequences, steps: Sequence[Step]) -> tuple[Prediction, Examined]:
+    """Predicts the run with the sequences of each step packed as in ``steps``, which all have equally many
+    microbatches. Returns these steps, too. Raises ValueError if Megatron refuses that number."""
     captured, count = sequences.run.view.replay, len(steps[0][0])
     replay = rescheduled(captured, captured.schedule.chunks, count)
     work = [
-        [
-            [
-                (sum(microbatch) * sequences.padding, len(microbatch), sum(length * length for length in microbatch))
-                for microbatch in replica
-            ]
-            for replica in step
-        ]
+        [[(sum(own) * sequences.padding, len(own), sum(n * n for n in own)) for own in replica] for replica in step]
         for step in steps
     ]
     prediction, run = _predicted(sequences, "packing", np.array(work, dtype=float), replay)
     changed = None if count == captured.schedule.microbatches else count
-    return replace(prediction, packing=name, microbatches=changed), run
+    return replace(prediction, microbatches=changed), run
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -319,7 +313,9 @@ def plans(sequences: Sequences) -> list[Prediction]:
     """Returns every plan that is possible, the quickest first, followed by the bound that no packing can beat."""
     several = sequences.work.shape[1] > 1
     possible = {name: plan(sequences, name) for name in PLANS if several or name != "pooled"}
-    predictions = [repacked(sequences, steps, name)[0] for name, steps in possible.items() if steps is not None]
+    predictions = [
+        replace(repacked(sequences, steps)[0], packing=name) for name, steps in possible.items() if steps is not None
+    ]
     # The bound: all microbatches of a step take equally long.
     mean = np.broadcast_to(sequences.work.mean(axis=(1, 2), keepdims=True), sequences.work.shape)
     even, _ = _predicted(sequences, "even_packing", mean, sequences.run.view.replay)

@@ -236,12 +236,6 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str], st
         other = f"{own}.transformer_config_kwargs"
     else:
         return None
-    fields = ((_FIELDS[flag], value) for flag, value in given)
-    return tuple(
-        f"{own if name in _OWN.get(framework, ()) else other}.{name}={_quoted(value)}" for name, value in fields
-    )
-
-
-def _quoted(value: str) -> str:
-    """Returns ``value``, in quotes if Hydra's grammar would read ``|``, ``*`` or parentheses in it."""
-    return value if value.isalnum() else f'"{value}"'
+    # Hydra's grammar would read |, * and parentheses in a value without quotes.
+    fields = ((_FIELDS[flag], value if value.isalnum() else f'"{value}"') for flag, value in given)
+    return tuple(f"{own if name in _OWN.get(framework, ()) else other}.{name}={value}" for name, value in fields)
