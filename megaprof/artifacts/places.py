@@ -22,7 +22,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from megaprof.formats.names import host, is_gone, is_leftover, repeats, temporary_path
+from megaprof.formats.names import host, is_leftover, repeats, temporary_path
 from megaprof.parallel.machine import find_bounds, local_ranks
 from megaprof.runtime.isolation import Suppressed, logger
 
@@ -31,7 +31,6 @@ MOST_BYTES = 1 << 30
 #: Bytes that stay free for each rank of the host when a file is placed: the host itself uses /dev/shm, too.
 SPARE_BYTES = 2 << 30
 _MEMORY = Path("/dev/shm")
-_PREFIX = "megaprof-scratch."
 _CHUNK = 1 << 20
 #: Object stores, which show an object only when its upload is complete. Elsewhere a file gets a temporary name first.
 _SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})
@@ -45,15 +44,17 @@ class Scratch:
     """
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
-        self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
+        self.bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
+        """The directories that may hold it, the best one first."""
         self._spare = SPARE_BYTES * local_ranks()
         self._directory: Path | None = None
         with Suppressed(OSError):
             device = os.stat(destination).st_dev
-            for base in self._bases:
+            for base in self.bases:
                 usable = base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device
                 if usable and self._has_room(base):
-                    self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{os.getpid()}."))
+                    suffix = f".{host()}.{os.getpid()}.scratch"  # so that the next run can tell who left it
+                    self._directory = Path(tempfile.mkdtemp(suffix, ".megaprof.", base))
                     return
 
     def place(self, final: Path) -> Path | None:
@@ -73,20 +74,6 @@ class Scratch:
         if self._directory is not None:
             with Suppressed(OSError):
                 self._directory.rmdir()
-
-    def remove_leftovers(self) -> None:
-        """Removes the scratch of dead processes of this host and this user. Called in the writer's thread."""
-        prefix = f"{_PREFIX}{host()}."
-        for base in self._bases:
-            with Suppressed(OSError):
-                for entry in os.scandir(base):
-                    pid = entry.name.removeprefix(prefix).partition(".")[0]
-                    if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
-                        continue
-                    is_ours = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-                    if is_ours and pid.isdecimal() and is_gone(int(pid)):
-                        shutil.rmtree(entry.path, ignore_errors=True)
-                        logger.info("megaprof: removed %s, which a killed process had left", entry.path)
 
     def _has_room(self, base: Path) -> bool:
         disk = os.statvfs(base)
@@ -175,13 +162,14 @@ def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes unfinished files in ``directory`` that dead processes of this host left behind."""
+    """Removes what dead processes of this host left in ``directory``: unfinished files, and their scratch."""
     with Suppressed(OSError):
         for entry in os.scandir(directory):
-            if entry.name.startswith(".") and is_leftover(entry.name):
-                with Suppressed(OSError):
-                    os.unlink(entry.path)
-                    logger.info("megaprof: removed %s, which a killed process had left unfinished", entry.path)
+            if is_leftover(entry.name):
+                with Suppressed(OSError):  # it may be another user's
+                    remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                    remove(entry.path)
+                    logger.info("megaprof: removed %s, which a killed process had left", entry.path)
 
 
 def is_remote(directory: str) -> bool:

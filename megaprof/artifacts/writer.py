@@ -1,24 +1,27 @@
 """The background writer, to which the training thread hands over a path before it goes on, and the user's command
-that it runs once files are complete."""
+that it runs once files are complete. It also has files made from a trace: the kernel summary and collapsed stacks."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 from megaprof.artifacts.places import Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
-from megaprof.formats.names import kineto_temporary, raw_path, repeats, temporary_path
+from megaprof.formats.names import KERNELS_SUFFIX, kineto_temporary, raw_path, repeats, temporary_path
 from megaprof.runtime.isolation import Suppressed, from_host, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
@@ -28,7 +31,14 @@ KEEP_SECONDS = 5.0
 #: How long one run of the command may take, in seconds.
 COMMAND_SECONDS = 300.0
 _OUTPUT = 2000
-
+#: With -I -S, the user's PYTHON* variables and site-packages cannot slow down the start of the interpreter. Training
+#: itself never imports the analysis.
+_CHILD = (
+    "import json, sys; order = json.loads(sys.argv[1]); sys.path += order['places']; "
+    "from megaprof.analysis.trace.summary import main; main(order)"
+)
+#: The packages that the child needs.
+_PACKAGES = ("megaprof", "numpy", "msgspec", "isal")
 
 _Task = Callable[[], None]
 _T = TypeVar("_T")
@@ -103,20 +113,18 @@ class Writer:
 
     def run(self, task: Callable[[], _T]) -> Future[_T]:
         """Runs ``task`` in the writer's thread, after everything that was submitted before. Logs what it raises.
-        Returns what will have its result.
-
-        A task that makes files from a finished file passes them to ``finish``.
-        """
+        Returns what will have its result."""
         result = Future[_T]()
         with self._idle:
             self._tasks.append(lambda: result.set_result(task()))  # in one step: the host may raise after any line
             self._start()
         return result
 
-    def finish(self, raw: Path, final: Path) -> None:
-        """Finishes a file at once (`submit`). Only a task of ``run`` may call it."""
-        self._waiting[raw] = final
-        self._write(raw, final)
+    def derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> Future[bytes | None]:
+        """Makes ``files`` (suffix -> final path) from ``trace``, which is open, so that it may be compressed and its
+        raw file removed meanwhile; closes it. Returns what will have the kernel summary, which includes ``identity``,
+        plain data; None if it is not among the files, or if they could not be made, which is logged."""
+        return self.run(lambda: self._derive(trace, files, identity))
 
     def hand_over(self, final: Path) -> None:
         """Uploads a file that is complete under its final name, and has the finish hook run for it with the next
@@ -239,9 +247,8 @@ class Writer:
             final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it during the run
             if final.parent not in self._cleaned:
                 self._cleaned.add(final.parent)
-                remove_leftovers(final.parent)
-                if self._scratch is not None:
-                    self._scratch.remove_leftovers()
+                for directory in (final.parent, *(() if self._scratch is None else self._scratch.bases)):
+                    remove_leftovers(directory)
             self._make_marker(temporary_path(final.with_name("writer")))
             if (name := publish(raw, final)) is not None:
                 self._finished(name)
@@ -254,6 +261,45 @@ class Writer:
         finally:
             with self._idle:
                 self._waiting.pop(raw, None)
+
+    def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
+        """Has a child process make the files, because a thread of this process would hold the interpreter lock, which
+        the training thread needs. The child runs at a lower priority."""
+        raw_paths = dict[str, Path]()
+        try:
+            with trace:
+                raw_paths |= {suffix: raw_path(final) for suffix, final in files.items()}
+                specs = filter(None, map(find_spec, _PACKAGES))
+                places = dict.fromkeys(str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec.origin)
+                order = {
+                    "identity": identity,
+                    "files": {suffix: str(raw) for suffix, raw in raw_paths.items()},
+                    "places": [*places],
+                }
+                subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(order)],
+                    stdin=trace,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    check=True,
+                )
+            summary = raw_paths[KERNELS_SUFFIX].read_bytes() if KERNELS_SUFFIX in raw_paths else None
+            for suffix, raw in raw_paths.items():
+                if raw.exists():
+                    self._waiting[raw] = files[suffix]
+                    self._write(raw, files[suffix])
+            return summary
+        except BaseException as fault:
+            for raw in raw_paths.values():
+                _remove(raw)  # unless it is on a read-only disk
+            if not isinstance(fault, Exception):
+                raise
+            why: object = fault
+            if isinstance(fault, subprocess.CalledProcessError):
+                last_line = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                why = f"exit {fault.returncode}: {' '.join(last_line)}"
+            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), why)
+            return None
 
     def _finished(self, final: Path) -> None:
         address = str(final)

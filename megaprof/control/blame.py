@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
-from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Position, RankStatus, RunRecord, dead, limit
+from megaprof.formats.job import FIRST_STEP_SECONDS, STUCK_SECONDS, Position, RankStatus, RunRecord, limit
+from megaprof.formats.names import dead
 from megaprof.parallel.peers import Waits
 from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 from megaprof.parallel.topology import WorldLayout

@@ -32,10 +32,9 @@ from megaprof.formats.job import (
     R,
     RankStatus,
     RunRecord,
-    dead,
     decode,
 )
-from megaprof.formats.names import SAFE, appearing, sanitise, shard
+from megaprof.formats.names import SAFE, appearing, dead, sanitise, shard
 from megaprof.formats.phrases import Unanswerable, ago
 
 #: Bytes of the longest record; a longer file is not read.

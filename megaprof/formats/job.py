@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from megaprof.formats.flight import Flight
-from megaprof.formats.names import host, is_gone
+from megaprof.formats.names import dead, host
 from megaprof.parallel.selectors import Selector, parse_selector
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
 
@@ -129,18 +129,6 @@ class RunRecord(Record, frozen=True):
             return WorldLayout(self.sizes, self.order)
         except ValueError:
             return None
-
-
-def dead(host_of: str, pid: int) -> bool:
-    """Returns whether a process is known to be gone. False for a process of another host, about which nothing is
-    known."""
-    if host_of != host():
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # Z: it has ended, but its parent has not noticed
-            return file.read().rpartition(b")")[2].split()[0] == b"Z" or is_gone(pid)
-    except (OSError, IndexError):  # without /proc
-        return is_gone(pid)
 
 
 class Refused(Exception):

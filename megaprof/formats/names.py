@@ -26,7 +26,7 @@ _SHARD = re.compile(r"ranks\d{6,}-\d{6,}", re.ASCII)
 #: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.
 SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
-_UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json)", re.ASCII)
+_UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json|scratch)", re.ASCII)
 _ARTIFACT = re.compile(
     r"(?P<stem>(?P<target>[\w-]+)(?:\.(?P<role>[\w-]+))?\.step(?P<step>\d{1,18})"
     r"\.pp(?P<pp>\d{1,9})-tp(?P<tp>\d{1,9})-cp(?P<cp>\d{1,9})-ep(?P<ep>\d{1,9})-dp(?P<dp>\d{1,9})"
@@ -39,8 +39,6 @@ _ARTIFACT = re.compile(
 class ArtifactName:
     """The content of a file according to its name. The metadata inside counts more, because files get renamed."""
 
-    stem: str
-    """The name up to the rank's number: that of all files of all windows of this step and rank."""
     target: str
     """The target, sanitised."""
     role: str | None
@@ -51,8 +49,6 @@ class ArtifactName:
     """The rank that wrote it."""
     suffix: str
     """The kind of file, with a leading dot, such as ``.pt.trace.json.gz``."""
-    repeat: int = 1
-    """Its number among the files that would have the same name, from 1: a finished file is never replaced."""
 
 
 def parse_artifact_name(name: str) -> ArtifactName | None:
@@ -61,9 +57,7 @@ def parse_artifact_name(name: str) -> ArtifactName | None:
     if match is None:
         return None
     place = Place(**{axis: int(match[axis]) for axis in ("rank", "pp", "tp", "cp", "ep", "dp")})
-    repeat = int(match["repeat"] or 1)
-    stem, target, role, step = match["stem"], match["target"], match["role"], int(match["step"])
-    return ArtifactName(stem, target, role, step, place, match["suffix"], repeat)
+    return ArtifactName(match["target"], match["role"], int(match["step"]), place, match["suffix"])
 
 
 def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str) -> str:
@@ -102,11 +96,12 @@ def sanitise(part: str) -> str:
 
 
 def repeats(final: Path) -> Iterator[Path]:
-    """Yields ``final``, and then, in order, the names that a later file of the same name may have instead."""
+    """Yields ``final``, and then, in order, the names that a later file of the same name may have instead: a finished
+    file is never replaced."""
     yield final
-    parsed = parse_artifact_name(final.name)
-    stem, dot, suffix = final.name.partition(".") if parsed is None else (parsed.stem, "", parsed.suffix)
-    for repeat in itertools.count(2 if parsed is None else parsed.repeat + 1):
+    match = _ARTIFACT.fullmatch(final.name)
+    stem, dot, suffix = final.name.partition(".") if match is None else (match["stem"], "", match["suffix"])
+    for repeat in itertools.count(2 if match is None else int(match["repeat"] or 1) + 1):
         yield final.with_name(f"{stem}.{repeat}{dot}{suffix}")
 
 
@@ -138,11 +133,17 @@ def is_unfinished(name: str) -> bool:
 def is_leftover(name: str) -> bool:
     """Returns whether a dead process of this host left the file unfinished. Always False for files of other hosts."""
     match = _UNFINISHED.fullmatch(name)
-    return match is not None and match["host"] == host() and is_gone(int(match["pid"]))
+    return match is not None and dead(match["host"], int(match["pid"]))
 
 
-def is_gone(pid: int) -> bool:
-    """Returns whether a process of this host does not exist any more; False also if that cannot be known."""
+def dead(host_of: str, pid: int) -> bool:
+    """Returns whether a process is known to be gone. False for a process of another host, about which nothing is
+    known."""
+    if host_of != host():
+        return False
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        if file.read().rpartition(b")")[2].split()[0] == b"Z":  # it has ended, but its parent has not noticed
+            return True
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError) as fault:  # it may be somebody else's process, or no process id at all

@@ -149,11 +149,6 @@ def step_range(target: str, step: int, coords: RankCoords) -> str:
     return f"{PREFIX}{target} step={step} {coordinates}"
 
 
-def operation_range(operation: str) -> str:
-    """Returns the name of a range without fields: the gradient finalisation, the embedding, a garbage collection."""
-    return PREFIX + operation
-
-
 def exchange_range(operation: str, *places: Place) -> str:
     """Returns the name of a pipeline exchange or a wait, with the microbatch and model chunk of each pass that it is
     for: a forward's before a backward's."""

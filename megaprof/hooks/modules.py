@@ -196,7 +196,7 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
                 of_this_call.without[name] = _reason(chunk, name)
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
         for owner, method, name in sites(chunk, parts=True):
-            if name.startswith(ranges.operation_range(ranges.EXPERTS) + " ") and id(owner) not in compiled:
+            if name.startswith(f"{ranges.PREFIX}{ranges.EXPERTS} ") and id(owner) not in compiled:
                 dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
@@ -287,9 +287,9 @@ def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
     """
     language = language_model(chunk)
     for label in ranges.ENCODERS:
-        yield from _forward(getattr(innermost(chunk), label, None), ranges.operation_range(label))
+        yield from _forward(getattr(innermost(chunk), label, None), ranges.PREFIX + label)
     for label in (ranges.EMBEDDING, ranges.OUTPUT_LAYER):
-        yield from _forward(getattr(language, label, None), ranges.operation_range(label))
+        yield from _forward(getattr(language, label, None), ranges.PREFIX + label)
     for layer in _layers(getattr(language, "decoder", None)):
         yield from _layer_sites(layer, None, parts)
     for number, layer in enumerate(_layers(getattr(language, "mtp", None)), 1):

@@ -18,13 +18,12 @@ from typing import Any, BinaryIO
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from megaprof.artifacts.derived import derive
 from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, TRACE_SUFFIX, kineto_temporary
-from megaprof.formats.ranges import GARBAGE, operation_range
+from megaprof.formats.ranges import GARBAGE, PREFIX
 from megaprof.formats.timeline import Waited
 from megaprof.recorders import Window, emit
 from megaprof.recorders.emit import LoggedRange, names
@@ -165,8 +164,7 @@ class TorchRecorder:
                 recording.add_metadata_json(ranges.GRAPHS_KEY, of_graphs)
             _stop(recording)
             recording.export_chrome_trace(str(raw))
-            garbage = operation_range(GARBAGE)
-            timed = [*(emit.log or ()), *((garbage, *span) for span in self._collections.ended)]
+            timed = [*(emit.log or ()), *((PREFIX + GARBAGE, *span) for span in self._collections.ended)]
             if timed and raw.exists():  # it does not exist if the disk is full
                 add_ranges(raw, timed)
         except BaseException:
@@ -189,7 +187,7 @@ class TorchRecorder:
             raw.unlink(missing_ok=True)
         if source is not None:
             identity = {key: metadata.get(key) for key in _IDENTITY}
-            self.summary = self._writer.run(partial(derive, source, files, identity, self._writer.finish))
+            self.summary = self._writer.derive(source, files, identity)
             self._derived.append(self.summary)
 
     def _source(self, raw: Path, files: Mapping[str, Path]) -> BinaryIO | None:

@@ -47,7 +47,7 @@ def test_without_the_option_there_is_no_summary(one_rank: Any, tmp_path: Path) -
 def test_a_summary_that_fails_costs_only_itself(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("megaprof.artifacts.derived._CHILD", "import sys; sys.exit('no memory today')")
+    monkeypatch.setattr("megaprof.artifacts.writer._CHILD", "import sys; sys.exit('no memory today')")
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="0", kernels=True)
     with install_hooks(one_rank.chunks, config) as handle:
         one_rank.train_step()

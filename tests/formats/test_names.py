@@ -80,7 +80,7 @@ def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: i
     stem = artifact_name(target, role, step, place, "")
     assert artifact_name(target, role, step, COORDS, suffix) == stem + suffix
     name = f"{stem}.{repeat}{suffix}" if repeat > 1 else stem + suffix
-    wanted = ArtifactName(stem, sanitise(target), role and sanitise(role), step, place, suffix, repeat)
+    wanted = ArtifactName(sanitise(target), role and sanitise(role), step, place, suffix)
     assert parse_artifact_name(name) == wanted
 
 

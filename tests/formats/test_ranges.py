@@ -20,7 +20,6 @@ def test_the_contract() -> None:
     assert ranges.step_range("train_actor", 12, coords) == "megaprof/train_actor step=12 pp=1 tp=0 cp=1 ep=1 dp=0"
     assert str(RangeName(ranges.FORWARD, {"mb": 3, "chunk": 0})) == "megaprof/forward mb=3 chunk=0"
     assert str(RangeName(ranges.BACKWARD, {"mb": None, "chunk": None})) == "megaprof/backward mb=? chunk=?"
-    assert ranges.operation_range("finalize_grads") == "megaprof/finalize_grads"
     assert ranges.exchange_range("recv_forward", (3, 0)) == "megaprof/recv_forward mb=3 chunk=0"
     both = "megaprof/send_forward_recv_backward mb=3 chunk=0 bmb=? bchunk=?"
     assert ranges.exchange_range("send_forward_recv_backward", (3, 0), (None, None)) == both
@@ -46,7 +45,7 @@ def test_phase_ranges_are_read_back_and_unknown_is_none(label: str, fields: dict
 
 @pytest.mark.parametrize("operation", [*ranges.P2P_OPERATIONS, "wait_recv_prev"])
 def test_exchanges_and_waits_are_p2p(operation: str) -> None:
-    read = parse(ranges.operation_range(operation))
+    read = parse(ranges.PREFIX + operation)
     assert read is not None
     assert read.is_p2p
 

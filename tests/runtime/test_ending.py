@@ -115,7 +115,7 @@ def test_sigkill_leaves_nothing_broken_and_the_next_run_cleans_up(what: str, dir
     assert run(what, directory, signal.SIGKILL).returncode == -signal.SIGKILL
     assert traces(directory) == []
     left = hidden(directory)
-    raws = [path for base in SCRATCH for path in base.glob(f"megaprof-scratch.{host()}.*/*") if of_the_dead(path)]
+    raws = [path for base in SCRATCH for path in base.glob(f".megaprof.*.{host()}.*.scratch/*") if of_the_dead(path)]
     written = 0 if what == "waits_in_a_window" else 2  # the raw file, in scratch or beside, and the half-written one
     assert len(left) + len(raws) >= written
     assert all(is_leftover(path.name) for path in left)
