@@ -10,9 +10,8 @@ other inside a microbatch, one makes all slow.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -111,49 +110,43 @@ class Summary:
     """Number of steps behind these medians, the last ones of every rank."""
 
 
-class _Stage(NamedTuple):
-    members: list[RankStatus]
-    above: dict[int, float]
-    """Compute of each rank over that of the others (`peers.of_others`), as in the report; empty without others."""
-    slow: dict[int, float]
-    """The same, of the slow ranks."""
-    usual: list[RankStatus]
-    """The ranks that show how long the stage computes, as in the report."""
-
-
-def _stages(statuses: Iterable[RankStatus]) -> dict[int, _Stage]:
+def _compared(
+    statuses: Iterable[RankStatus],
+) -> tuple[dict[int, list[RankStatus]], dict[int, float], dict[int, float]]:
+    """Returns the ranks of each stage; compute of each rank over that of the others of its stage (`peers.of_others`),
+    as in the report, where there are others; and the same of the slow ranks alone."""
     by_stage: dict[int, list[RankStatus]] = {}
-    for status in statuses:
+    for status in sorted(statuses, key=lambda status: status.coords["pp"]):
         by_stage.setdefault(status.coords["pp"], []).append(status)
-    stages = {}
-    for pp, members in by_stage.items():
+    above, slow = dict[int, float](), dict[int, float]()
+    for members in by_stage.values():
         timed = [status for status in members if status.compute_ms]
         times = np.array([status.compute_ms for status in timed])
         factors = (times / of_others(times)).tolist() if len(timed) > 1 else []
-        above = {status.rank: factor for status, factor in zip(timed, factors, strict=False)}
+        above |= {status.rank: factor for status, factor in zip(timed, factors, strict=False)}
         left = {status.rank: (_undisturbed_ms(status) or 0.0) / (status.compute_ms or 1.0) for status in timed}
-        slow = {rank: factor for rank, factor in above.items() if factor * left[rank] > SLOW}
-        stages[pp] = _Stage(members, above, slow, [status for status in members if status.rank not in slow])
-    return stages
+        slow |= {rank: above[rank] for rank in left if above.get(rank, 0.0) * left[rank] > SLOW}
+    return by_stage, above, slow
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     """Returns the figures of the ranks in `statuses`. There is a straggler only if a stage has several of these."""
-    by_stage = dict(sorted(_stages(statuses).items()))
-    compute = {pp: _median(status.compute_ms for status in stage.usual) for pp, stage in by_stage.items()}
+    by_stage, above, slow = _compared(statuses)
+    # They show how long the stage computes, as in the report.
+    usual = {pp: [status for status in members if status.rank not in slow] for pp, members in by_stage.items()}
+    compute = {pp: _median(status.compute_ms for status in members) for pp, members in usual.items()}
     known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
     mean = statistics.fmean(known_ms.values()) if len(known_ms) == run.sizes.pp and any(known_ms.values()) else None
-    stages = tuple(_figures(pp, stage, compute[pp], mean) for pp, stage in by_stage.items())
-    everyone = [status for stage in by_stage.values() for status in stage.members]
+    stages = tuple(_figures(pp, by_stage[pp], usual[pp], compute[pp], mean) for pp in by_stage)
+    everyone = [status for members in by_stage.values() for status in members]
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
-    undisturbed = None if slowest is None else _median(map(_undisturbed_ms, by_stage[slowest].usual))
+    undisturbed = None if slowest is None else _median(map(_undisturbed_ms, usual[slowest]))
     step_ms = longest_stage((status.coords["pp"], status.step_ms) for status in everyone)
     busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
     # Medians of the parts of steps may come to more than the median of the steps.
     idle = [max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy] if step_ms else []
-    above = ((factor, rank) for stage in by_stage.values() for rank, factor in stage.above.items())
-    ratio, straggler = max(above, default=(None, None))
+    ratio, straggler = max(((factor, rank) for rank, factor in above.items()), default=(None, None))
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
         step=max((stage.step for stage in stages if stage.step is not None), default=None),
@@ -169,8 +162,9 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     )
 
 
-def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) -> StageFigures:
-    members = stage.members
+def _figures(
+    pp: int, members: Sequence[RankStatus], usual: Sequence[RankStatus], compute: float | None, mean: float | None
+) -> StageFigures:
     timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
     waiting = _host_bound(members)
@@ -180,7 +174,7 @@ def _figures(pp: int, stage: _Stage, compute: float | None, mean: float | None) 
         step=max((step for status in members if (step := status.last_step) is not None), default=None),
         step_ms=_median(status.step_ms for status in members),
         compute_ms=compute,
-        gradients_ms=_median(status.recent.finalize_ms for status in stage.usual if status.recent is not None),
+        gradients_ms=_median(status.recent.finalize_ms for status in usual if status.recent is not None),
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
@@ -201,23 +195,25 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> list[SlowRanks]:
     """Returns the slow ranks of each stage that has some, starting with the stage whose slowest rank is furthest above
     its peers."""
     found = []
-    for pp, stage in _stages(statuses).items():
-        compute_ms = {status.rank: status.compute_ms for status in stage.members if status.compute_ms}
-        peers = {rank: ms for rank, ms in compute_ms.items() if rank not in stage.slow}
-        if stage.slow and peers:
+    by_stage, _, slow_of_all = _compared(statuses)
+    for pp, members in by_stage.items():
+        compute_ms = {status.rank: status.compute_ms for status in members if status.compute_ms}
+        peers = {rank: ms for rank, ms in compute_ms.items() if rank not in slow_of_all}
+        slow = {rank: slow_of_all[rank] for rank in compute_ms if rank in slow_of_all}
+        if slow and peers:
             usual = statistics.median_low(peers.values())
             peer = min(rank for rank, ms in peers.items() if ms == usual)
             # A rank that is above its peers by far less than the slowest rank may be so by chance.
-            most = max(stage.slow.values())
-            named = [rank for rank, factor in stage.slow.items() if factor - 1 > (most - 1) / 2]
-            first, *others = sorted(named, key=lambda rank: (-stage.slow[rank], rank))
+            most = max(slow.values())
+            named = [rank for rank, factor in slow.items() if factor - 1 > (most - 1) / 2]
+            first, *others = sorted(named, key=lambda rank: (-slow[rank], rank))
             found.append(SlowRanks((first, *others), pp, most, compute_ms[first], peer))
     return sorted(found, key=lambda slow: -slow.ratio)
 
 
 def host_bound(statuses: Iterable[RankStatus]) -> HostBound | None:
     """Returns the stages whose GPUs wait for their host in more than half of the passes; None if there are none."""
-    by_stage = {pp: parts for pp, stage in _stages(statuses).items() if (parts := _host_bound(stage.members))}
+    by_stage = {pp: parts for pp, members in _compared(statuses)[0].items() if (parts := _host_bound(members))}
     means = {pp: statistics.fmean(parts.values()) for pp, parts in by_stage.items()}
     stages = sorted((pp for pp, mean in means.items() if mean > 0.5), key=lambda pp: (-means[pp], pp))
     if not stages:
