@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import msgpack
 
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
+from megaprof.formats.facts import CALLS, pack_between, pack_data, pack_work, part_of_call
 from megaprof.formats.job import BETWEEN, Position, Recent
 from megaprof.formats.ranges import WAITING
 from megaprof.parallel.topology import RankCoords
@@ -267,8 +268,7 @@ class TimelineRecorder:
             if waited is not None:
                 each = waited.waited / len(steps), waited.length / len(steps)
                 self._core_waits.extend([each] * len(steps))
-                if (payload := waited.pack()) is not None:
-                    packed.facts.append((format.WAITED, payload))
+                packed.facts.append((format.WAITED, msgpack.encode(waited)))
             chosen: list[PackedStep] = []
             for step, packed in steps:
                 if self._finished is None:
@@ -333,9 +333,10 @@ class TimelineRecorder:
         fetch = self._device.numbers if self._device is not None and complete else None
         facts = [(format.WORK, self._work(step.given, fetch))]
         if step.memory is not None:
-            facts.append((format.MEMORY, step.memory.pack()))
-        if collected := [(start, end) for start, end, _ in self._collections.until(step.end_ns)]:
-            facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
+            facts.append((format.MEMORY, msgpack.encode(step.memory)))
+        if collected := self._collections.until(step.end_ns):
+            spans = [((begin - step.start_ns) // 1000, (end - step.start_ns) // 1000) for begin, end, _ in collected]
+            facts.append((format.COLLECTIONS, msgpack.encode(spans)))
         if step.between is not None:
             facts.append((format.BETWEEN, pack_between(_between(step))))
         step.calls.busy_until_ns = step.start_ns + 1000 * duration
