@@ -92,7 +92,7 @@ def of_change(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_status(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the JSON of ``megaprof status DIR --json``. Raises NoJob."""
+    """Returns the JSON of ``megaprof status DIR --json``. Raises Unanswerable."""
     view = look_at(job_status.find(given.dir, given.role))
     return {
         "headline": [line for line in job_status.in_words(view) if line],

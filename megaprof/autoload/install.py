@@ -227,14 +227,9 @@ def _listen(session: Session, directory: str) -> None:
     coords = session.coords
     if coords.rank not in (0, coords.sizes.world - 1):
         return
-    overview = Overview(coords, session.role, megatron_lm.writers)
-
-    def sum_up() -> None:
-        if listener.job is not None and not listener.closed:
-            overview.look(listener.job)
-
-    process.background.add(sum_up, overview.every)
-    session.at_end += partial(process.background.remove, sum_up), overview.close
+    overview = Overview(coords, session.role, lambda: None if listener.closed else listener.job, megatron_lm.writers)
+    process.background.add(overview.look, overview.every)
+    session.at_end += partial(process.background.remove, overview.look), overview.close
 
 
 def _require(package: str) -> None:

@@ -21,10 +21,11 @@ from megaprof.analysis.report.tables import Cell, Column, TableView, stacked, ta
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages
 from megaprof.control.blame import Blame, WaitedFor, find_culprits
-from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, roles_with_a_run
+from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
 from megaprof.formats import timeline as format
 from megaprof.formats.job import STUCK_SECONDS, RankStatus, RunRecord, Standing, Standstill, completed
 from megaprof.formats.names import parse_artifact_name, shard
+from megaprof.formats.phrases import Unanswerable
 from megaprof.metrics import WAITS, HostBound, SlowRanks, Summary, host_bound, slow_ranks, summarise
 from megaprof.parallel.peers import Flags, began, moving_median
 
@@ -196,7 +197,7 @@ def last_stand(directory: Path) -> tuple[Standstill, float] | None:
     except Unsafe:
         return None
     for role in roles:
-        with suppress(NoJob):
+        with suppress(Unanswerable):
             view = look_at(find_job(directory, role), patient=False)
             # Of several roles, some are idle while another one works.
             if view.standstill is not None and (view.standstill.inside or len(roles) == 1):

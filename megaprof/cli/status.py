@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
-    """Returns the job as soon as one has started in ``directory``, which need not exist yet. Raises NoJob after
+    """Returns the job as soon as one has started in ``directory``, which need not exist yet. Raises Unanswerable after
     ``wait`` seconds."""
     until, announced = time.monotonic() + wait, False
     with suppress(Unsafe):  # `find_job` says what is wrong

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Requester:
-    """Returns a requester for what the command's arguments ask. Requests nothing yet. Raises NoJob if there is no such
-    job, and UsageError for arguments that make no sense."""
+    """Returns a requester for what the command's arguments ask. Requests nothing yet. Raises Unanswerable if there is
+    no such job, and UsageError for arguments that make no sense."""
     fields = {name: getattr(arguments, name) for name in ("role", "steps", "select", "timeout")}
     options = {name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))}
     try:

@@ -16,7 +16,7 @@ from megaprof.analysis.report.views import iterations_table
 from megaprof.analysis.words import number, percent, ratio
 from megaprof.cli.look import View, look_at, silence, stages_table, verdict, waiting_clauses
 from megaprof.cli.status import find
-from megaprof.control.directory import NoJob, find_job
+from megaprof.control.directory import find_job
 from megaprof.formats.phrases import Unanswerable, counted
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         view = look_at(find(arguments.dir, arguments.role, 0.0 if arguments.once else math.inf), patient=False)
         if view.silence is not None:
-            raise NoJob(silence(view))
+            raise Unanswerable(silence(view))
         with live or nullcontext():
             while view.silence is None:
                 if (begun := time.monotonic()) >= report_at:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(max(0.2, view.job.run.interval))
                 view = look_at(find_job(arguments.dir, arguments.role), patient=False)
         if view.state != "ended":
-            raise NoJob(silence(view))
+            raise Unanswerable(silence(view))
         console.print(silence(view))
         return 0
     except KeyboardInterrupt:

@@ -184,10 +184,6 @@ def load(directory: int, name: str, kind: type[R]) -> R:
         raise ValueError(reason) from None
 
 
-class NoJob(Unanswerable):
-    """There is no job to look at or to ask. The message says why."""
-
-
 @dataclass(frozen=True)
 class RunningJob:
     """One run in a save directory."""
@@ -286,27 +282,27 @@ def roles_with_a_run(directory: Path) -> list[str | None]:
 
 
 def find_job(directory: Path, role: str | None = None) -> RunningJob:
-    """Returns the job that writes to `directory`, or a role's part of it. Raises NoJob."""
+    """Returns the job that writes to `directory`, or a role's part of it. Raises Unanswerable."""
     if not directory.is_dir():
-        raise NoJob(f"{directory} is not a directory")
+        raise Unanswerable(f"{directory} is not a directory")
     try:
         roles = roles_with_a_run(directory)
     except Unsafe as fault:
-        raise NoJob(f"no job in {directory}: {fault}") from None
+        raise Unanswerable(f"no job in {directory}: {fault}") from None
     if not roles:
-        raise NoJob(
+        raise Unanswerable(
             f"no job in {directory}: {CONTROL}/run.json does not exist there; a job writes it with its first step, "
             "if it has --profile-on-demand or --profile-tool timeline"
         )
     wanted = None if role is None else sanitise(role)
     chosen = wanted if wanted in roles else None if None in roles else roles[0]
     if chosen not in (wanted, None) and (role is not None or len(roles) > 1):
-        raise NoJob(f"the job in {directory} has the roles {', '.join(map(str, roles))}: name one with --role")
+        raise Unanswerable(f"the job in {directory} has the roles {', '.join(map(str, roles))}: name one with --role")
     control = ControlDirectory(directory, chosen)
     try:
         with control.open() as opened:
             return RunningJob(directory, chosen, load(opened, RUN, RunRecord))
     except ValueError as fault:
-        raise NoJob(f"{control.path / RUN} {fault}") from None
+        raise Unanswerable(f"{control.path / RUN} {fault}") from None
     except (OSError, Unsafe) as fault:
-        raise NoJob(f"no job in {directory}: {fault}") from None
+        raise Unanswerable(f"no job in {directory}: {fault}") from None

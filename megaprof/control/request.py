@@ -24,9 +24,9 @@ from msgspec.structs import replace
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
 from megaprof.config.values import TARGETS, TIMELINE
 from megaprof.control.blame import is_stuck
-from megaprof.control.directory import NoJob, RunningJob, Unsafe, find_job, read, write
+from megaprof.control.directory import RunningJob, Unsafe, find_job, read, write
 from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord
-from megaprof.formats.phrases import ago, counted, listed
+from megaprof.formats.phrases import Unanswerable, ago, counted, listed
 
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
@@ -322,11 +322,11 @@ class Requester:
 
 def requester_for(directory: Path, target: str, *, role: str | None = None, **fields: Any) -> Requester:
     """Returns a requester to the job that writes to `directory`, with the fields of `new_request`. Nothing is asked
-    yet. Raises NoJob, and Refused for a request that makes no sense."""
+    yet. Raises Unanswerable, and Refused for a request that makes no sense."""
     new_request(None, target, role=role, **fields)  # what no job would take needs none
     job = find_job(directory, role)
     if (silence := job.silence()) is not None:
-        raise NoJob(silence)
+        raise Unanswerable(silence)
     if role is not None and job.run.role is not None:
         role = job.run.role  # a directory's name has it sanitised
     return Requester(job, new_request(job.run, target, role=role, **fields))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import INTERRUPTED, TERMINATED, UsageError
 from megaprof.cli.report import report_directory
 from megaprof.config.values import TRAIN_ACTOR
-from megaprof.control.directory import NoJob, find_job
+from megaprof.control.directory import find_job
 from megaprof.demo import job
 from megaprof.formats.phrases import Unanswerable, counted
 
@@ -307,7 +307,7 @@ def _introduce(out: Path, fault: str | None, megaprof: list[str]) -> None:
         try:
             find_job(out)
             break
-        except NoJob:
+        except Unanswerable:
             time.sleep(0.1)
     print(f"The job is running and writes to {directory}")
     if fault is not None:

@@ -128,20 +128,21 @@ class Overview:
         self,
         coords: RankCoords,
         role: str | None,
+        job: Callable[[], RunningJob | None],
         writers: Callable[[], Writers],
     ) -> None:
-        """`writers` returns those that the host has made by now."""
+        """`job` returns the job as far as it is known, `writers` those that the host has made by now."""
         self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
         """Seconds from one look to the next."""
-        self._role, self._writers = role, writers
+        self._role, self._job, self._writers = role, job, writers
         self._looks = 0
         self._broken: set[str] = set()
         self._otel: Callable[[Summary | None], None] | None = None
 
-    def look(self, job: RunningJob) -> None:
-        """Reads the statuses of all ranks of a job, or of some, and hands their summary on, if there is a sink."""
+    def look(self) -> None:
+        """Reads the statuses of all ranks, or of some, and hands their summary on, if there is a sink."""
         working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
-        if not working:
+        if not working or (job := self._job()) is None:
             return
         statuses = job.statuses(self._ranks(job.run))
         self._looks += 1

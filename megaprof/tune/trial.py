@@ -25,8 +25,9 @@ import msgspec
 
 from megaprof.autoload.arming import environment
 from megaprof.config.options import ProfileConfig, variable
-from megaprof.control.directory import NoJob, find_job
+from megaprof.control.directory import find_job
 from megaprof.formats.job import CONTROL, STATUS, RankStatus
+from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.machine import processes_with
 
 #: The captured target. Timelines need no profiler, so recording them does not change what is measured.
@@ -123,7 +124,7 @@ def _watched(
 def _steps(directory: Path) -> int:
     try:
         job = find_job(directory)
-    except NoJob:
+    except Unanswerable:
         return 0
     statuses = job.statuses()
     return min(map(_steps_of, statuses.values())) if len(statuses) == job.run.world else 0

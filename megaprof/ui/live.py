@@ -17,9 +17,9 @@ from megaprof.analysis import words
 from megaprof.cli.look import View, ending_sentences, look_at, verdict, waiting_clauses
 from megaprof.config.values import TARGETS
 from megaprof.control.blame import find_culprits
-from megaprof.control.directory import NoJob, find_job
+from megaprof.control.directory import find_job
 from megaprof.control.request import Requester, requester_for
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import Unanswerable, counted
 
 #: The fewest seconds between two looks.
 _LEAST_SECONDS = 1.0
@@ -118,7 +118,7 @@ class LiveJob:
         try:
             job = find_job(self._directory, self._role)
             view = look_at(job, patient=False)
-        except NoJob as fault:
+        except Unanswerable as fault:
             return Now("absent", absent=str(fault))
         if view.silence is None and job.starting(view.statuses):
             return Now("starts", view=view)
@@ -126,7 +126,7 @@ class LiveJob:
         return Now(view.state, None, view, verdict(view), clauses)
 
     async def capture(self, target: str, steps: int, select: str) -> None:
-        """Requests a capture, and returns as soon as the request is written. Raises NoJob and Refused."""
+        """Requests a capture, and returns as soon as the request is written. Raises Unanswerable and Refused."""
         ask = partial(requester_for, self._directory, target, role=self._role, steps=steps, select=select)
         requester = await run_in_threadpool(ask, by="megaprof ui")
         await run_in_threadpool(requester.submit)
@@ -156,7 +156,7 @@ def state_of(directory: Path) -> str | None:
     that gave a sign of life lately."""
     try:
         job = find_job(directory)
-    except NoJob:
+    except Unanswerable:
         return None
     leader = job.leader() if job.run.ended is None else None
     if leader is None or leader.late(time.time()):

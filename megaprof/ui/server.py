@@ -33,7 +33,7 @@ from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.changes import PLANS
 from megaprof.cli import look
-from megaprof.control.directory import NoJob, Unsafe, roles_with_a_run
+from megaprof.control.directory import Unsafe, roles_with_a_run
 from megaprof.control.request import SELECT, STEPS
 from megaprof.formats.job import Refused
 from megaprof.formats.phrases import Unanswerable
@@ -155,7 +155,7 @@ class Pages:
             raise HTTPException(400, f"steps={steps[:20]} is not a number")
         try:
             await self._job(place, role).capture(form.get("target", ""), int(steps[:9]), form.get("select", SELECT))
-        except (NoJob, Refused) as refusal:
+        except (Unanswerable, Refused) as refusal:
             raise HTTPException(409, str(refusal)) from None
         return RedirectResponse(f"/live/{place.id}" + ("" if role is None else f"?role={role}"), 303)
 

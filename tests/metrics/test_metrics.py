@@ -227,9 +227,9 @@ def test_a_writer_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch, capl
     host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer, _GLOBAL_WANDB_WRITER=wandb)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
     job: Any = types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh})
-    overview = sinks.Overview(LAYOUT.coords(0), None, megatron_lm.writers)
+    overview = sinks.Overview(LAYOUT.coords(0), None, lambda: job, megatron_lm.writers)
     for _ in range(3):
-        overview.look(job)
+        overview.look()
     assert (writer.tried, len(logged)) == (1, 3)
     assert caplog.text.count("no scalars to TensorBoard any more") == 1
 
