@@ -85,7 +85,7 @@ def _iterations(
     the milliseconds that each has of each of `PARTS`. None without a whole one. See `parts_of`."""
     steps, facts = timeline.steps[rows], timeline.facts(format.BETWEEN)
     first = np.flatnonzero(steps["index"] == 0)
-    if len(first) < 2 or not facts:
+    if len(first) < 2:
         return None
     before = [facts.get(row) for row in rows.tolist()]
     between = np.zeros((len(rows), len(PARTS)))
@@ -113,7 +113,7 @@ def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
     """Returns the parts of the iterations in a file, of the steps of one target and role, which may have different
     numbers of microbatches. They add up to the wall time of each, on a GPU's clock as far as that agrees with the
     host's. With rollouts, an iteration has all steps from one to the next. Iterations in which a window was open, or a
-    call failed, or whose next step is missing, do not count; a file of an earlier version has none."""
+    call failed, or whose next step is missing, do not count."""
     if (found := _iterations(timeline, rows)) is None:
         return {}
     steps, (first, whole, between) = timeline.steps[rows], found

@@ -124,7 +124,8 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     rank_steps = [replace(rank, place=(*rank.place[:2], 0)) if one_peer else rank for rank in read if rank is not None]
     if not rank_steps:
         raise Unfit(Note("no_step", said="no rank recorded the times of its microbatches"))
-    table = tabulate(key, [*_without_waiting(rank_steps)], plan.metadata, schedule, plan.origin)
+    alone = all(rank.came for rank in rank_steps)
+    table = tabulate(key, [*_without_waiting(rank_steps)], schedule, plan.origin, alone=alone)
     if hidden_axes := [axis for axis in parallel_of(INSIDE, key.sizes) if axis not in table.spent]:
         notes.append(msgspec.structs.replace(in_compute, names=tuple(hidden_axes)))
     if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
@@ -325,7 +326,6 @@ def _laid_out(
         start=start,
         end=end,
         compute=end - start - collected_ms - loading_ms,
-        alone=bool(came),
         # Not every clock shows in which pass collectives ran, so they are taken evenly from the passes of a step.
         working=(end - start - loading_ms) * (1.0 - ran_fraction)[:, None, None, None],
         spent={

@@ -36,10 +36,9 @@ QUARTILE = 0.25
 class Unfit(Exception):
     """Raised if a recording cannot be laid out as a table of passes; the note says why."""
 
-    @property
-    def note(self) -> Note:
-        """The reason."""
-        return self.args[0]  # type: ignore[no-any-return]
+    def __init__(self, note: Note) -> None:
+        super().__init__(note)
+        self.note = note
 
 
 @dataclass(frozen=True)
@@ -268,8 +267,6 @@ class RankSteps:
     """Tokens that its experts got in a captured step, averaged over windows."""
     device: bool = False
     """True if its times are on the GPU's clock, on which a step begins later than on the host."""
-    alone: bool = True
-    """False if ``compute`` may contain waiting for peers."""
     came: Mapping[int, Mapping[Group, Arrivals]] = field(default_factory=dict)
     """When the rank came to the collectives of each group, by step, if known."""
     memory: Memory | None = None

@@ -40,10 +40,11 @@ _QUICK = 0.25
 
 
 def tabulate(
-    key: Key, ranks: Sequence[RankSteps], metadata: Metadata, schedule: PipelineSchedule, origin: int
+    key: Key, ranks: Sequence[RankSteps], schedule: PipelineSchedule, origin: int, *, alone: bool = True
 ) -> Table:
     """Puts the ranks of one job into a table. ``origin``: nanoseconds on the wall clock from which their times are
-    counted. Raises Unfit if a stage is missing, or if no step is whole."""
+    counted. ``alone``: False if their compute may contain waiting for peers. Raises Unfit if a stage is missing, or if
+    no step is whole."""
     by_place, common_steps, shape = _places(ranks, schedule.stages)
     steps, table_ranks = np.array(common_steps), [*by_place.values()]
 
@@ -92,7 +93,6 @@ def tabulate(
     # All peers wait for the one that is held up most.
     held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
     idle, compute = stacked("idle").min(axis=3), stacked("compute")
-    alone = all(rank.alone for rank in table_ranks)
     if DATA in held_ms and not alone:
         # Its peers get their data from it, so they wait for it as long.
         compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)

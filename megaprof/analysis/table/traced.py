@@ -132,17 +132,12 @@ def _leave_out(job: Job) -> None:
 
 
 def _check_same_job(job: Job) -> None:
-    """Notes what must be the same in one job and differs: the layers of a rank, its place, the schedule, the number of
+    """Notes what must be the same in one job and differs: the layers of a stage, the schedule, the number of
     microbatches. Only looks at steps that count, so one that is left out causes no note."""
-    by_rank: dict[int, Metadata] = {}
     by_stage: dict[int, Metadata] = {}
-    for metadata in (step.metadata for step in job.steps):
-        rank, pp = metadata.coords.rank, metadata.coords.pp
-        first = by_rank.setdefault(rank, metadata)
-        if (metadata.coords, metadata.chunks) != (first.coords, first.chunks):
-            job.warn(Note("not_comparable", ranks=(rank,), said="its place or its layers changed"), block=True)
-        elif metadata.chunks != by_stage.setdefault(pp, metadata).chunks:
-            job.warn(Note("not_comparable", said="its ranks hold different layers"), pp, block=True)
+    for step in job.steps:
+        if step.metadata.chunks != by_stage.setdefault(step.stage, step.metadata).chunks:
+            job.warn(Note("not_comparable", said="its ranks hold different layers"), step.stage, block=True)
     if len({(step.metadata.schedule, step.forward_only) for step in job.steps}) > 1:
         job.warn(Note("not_comparable", said="schedules differ"), block=True)
     if len({step.has_kernels for step in job.steps}) > 1:
@@ -206,7 +201,7 @@ def table_of(job: Job) -> Table:
     schedule = schedule_of(metadata, steps[0].forward_only, combined=combined)
     origin = min(step.host[0] for step in steps)
     ranks = [_rank(of_rank, schedule, origin) for of_rank in grouped(steps, lambda step: step.rank).values()]
-    table = tabulate(job.key, ranks, metadata, schedule, origin)
+    table = tabulate(job.key, ranks, schedule, origin)
     if table.sizes.pp > 1 and all(step.on_gpu for step in steps):
         known = table.clocks and (table.aligned_ms or 0.0) <= _MOST_UNCERTAIN * table.length.min()
         transfer_ms, waiting_ms = meetings(table, steps if known else ())
