@@ -17,7 +17,7 @@ from megaprof.formats import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Hook
-from megaprof.runtime.isolation import Contained, contained, in_full
+from megaprof.runtime.isolation import contained, in_full
 
 Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
 Argument = tuple[int, str]
@@ -55,7 +55,7 @@ def stepped(
             return original(*args, **kwargs)
         failed = True
         try:
-            with Contained("looking at a step", dispatcher.drop):
+            try:
                 dispatcher.inside = threading.get_ident()
                 entered = time.perf_counter_ns()
                 call = dispatcher.begin(facts_of(args, kwargs))
@@ -63,13 +63,19 @@ def stepped(
                     prepare(call, kwargs)
                     if call.timed:
                         call.tape.own = time.perf_counter_ns() - entered
+            except BaseException as fault:  # `with Contained(...)` lets the host interrupt us before it is entered
+                if not contained("looking at a step", dispatcher.drop, fault):
+                    raise
             result = original(*args, **kwargs)
             failed = False
             return result
         finally:
             dispatcher.inside = None
-            with Contained("closing a window", dispatcher.drop):
+            try:
                 dispatcher.end(failed=failed)
+            except BaseException as fault:
+                if not contained("closing a window", dispatcher.drop, fault):
+                    raise
 
     return forward_backward
 

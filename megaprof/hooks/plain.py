@@ -33,16 +33,14 @@ def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
     def runs_batch(*args: Any, **kwargs: Any) -> Any:
         if armed.awaits_batch:
             armed.awaits_batch = not armed.install(pipeline=False)
-        dispatcher = process.dispatcher
-        facts = partial(_facts, batch, signature)
-        return stepped(original, dispatcher, facts, partial(_prepare, batch, dispatcher, args))(*args, **kwargs)
+        prepare = partial(_prepare, batch, process.dispatcher, args)
+        return stepped(original, process.dispatcher, facts, prepare)(*args, **kwargs)
+
+    def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
+        arguments = signature.bind(*args, **kwargs).arguments
+        return PlainSteps(batch.model(args[0]), forward_only=batch.forward_only(arguments)).facts
 
     return runs_batch
-
-
-def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
-    arguments = signature.bind(*args, **kwargs).arguments
-    return PlainSteps(batch.model(args[0]), forward_only=batch.forward_only(arguments)).facts
 
 
 def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], call: RecordedCall, _: Any) -> None:
@@ -153,9 +151,8 @@ class PlainSteps:
         self.end(failed=True)
         self._microbatch = 0
         with Contained("looking at a step", self._dispatcher.drop):
-            call = self._dispatcher.begin(self.facts)
-            self._recorded = call is not None
-            if call is not None:
+            if (call := self._dispatcher.begin(self.facts)) is not None:
+                self._recorded = True
                 patch_models(self._dispatcher, call, lambda bound: partial(_takes_rows, self._dispatcher, bound))
 
     def end(self, *, failed: bool = False) -> None:

@@ -45,7 +45,6 @@ SCHEDULES = {
 _EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", "validation_step", "eval_step"})
 #: Megatron-LM's training step. With all layers frozen it runs forward only (0.19), and this variable of it is True.
 _TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
-_STACK_LIMIT = 64
 
 
 def patch_megatron(patches: Patches) -> None:
@@ -145,9 +144,7 @@ def _forward_only_target() -> str:
     if evaluating():
         return EVALUATE
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_STACK_LIMIT):
-        if frame is None:
-            break
+    while frame is not None:
         name = frame.f_code.co_name
         if name in _EVALUATIONS:
             return EVALUATE
