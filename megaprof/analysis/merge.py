@@ -221,14 +221,13 @@ def _examine(path: Path, name: StepName, warnings: list[Note]) -> list[_Rank]:
 
 
 def _one_clock(ranks: list[_Rank], warnings: list[Note]) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Returns the nanoseconds to add to the times of each rank, and how far the clock of each host (``rank 3``, if that
-    is not known) was off from the first one.
+    """Returns the nanoseconds to add to the times of each rank, and how far the clock of each host was off from the
+    first one.
 
     Offsets are those of the table of passes. A rank that is not in it shares its host's clock with those that are. The
     first rank of a host without any begins together with the table.
     """
-    hosts = {rank.coords.rank: rank.ends.metadata.host for rank in ranks}
-    names = {rank: f"rank {rank}" if host is None else f"host {host}" for rank, host in hosts.items()}
+    names = {rank.coords.rank: f"host {rank.ends.metadata.host}" for rank in ranks}
     offset_ns, within = dict[int, int](), ""
     for job in jobs_of(step for rank in ranks for step in rank.steps):
         with suppress(Unfit):
@@ -315,7 +314,6 @@ def _write(
             named = [
                 {"ph": "M", "name": f"process_{kind}", "pid": at.rank + 1, "tid": 0, "ts": 0, "args": {kind: value}}
                 for kind, value in (("name", title), ("labels", host), ("sort_index", position))
-                if value is not None
             ]
             copied = _copied(rank, rank.base - base + offset_ns[at.rank], threads, numbers)
             for line in itertools.chain(map(msgspec.json.encode, named), copied):

@@ -152,7 +152,7 @@ class Metadata:
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
     """`P2P` of the model's configuration."""
-    host: str | None = None
+    host: str = ""
     """Host name."""
     pid: Number | None = None
     """Process id on the host."""

@@ -340,7 +340,7 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         parts |= {"longest_ms": float(waits.max()), "spread": float(waits.mean() ** 2 / (waits**2).mean())}
     since = int(table.steps[begins]) if begins else None
     doubt, most = term.doubt_ms(price.value), price.value - LEAST * run.step_ms
-    hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := table.hosts[rank]) is not None))
+    hosts = tuple(dict.fromkeys(table.hosts[rank] for rank in term.ranks))
     return Cause(
         kind,
         price,

@@ -314,14 +314,11 @@ def _notes(table: Table) -> Iterator[Note]:
     if table.aligned_ms is not None:
         yield Note("clocks_aligned", ms=(table.aligned_ms,))
     elif not table.clocks and not missing:
-        unnamed = {place[1] for place, rank in np.ndenumerate(table.ranks) if table.hosts[int(rank)] is None}
-        hosts = {str(host) for host in table.hosts.values()}
         if table.device:
             yield Note("clocks_apart", said="the GPU's clocks of the stages could not be aligned")
-        elif unnamed:
-            yield Note("clocks_apart", stages=tuple(sorted(unnamed)), said="nothing names their hosts")
         else:
-            yield Note("clocks_apart", names=tuple(sorted(hosts)), said="no exchanges align the hosts' clocks")
+            hosts = tuple(sorted(set(table.hosts.values())))
+            yield Note("clocks_apart", names=hosts, said="no exchanges align the hosts' clocks")
     # Modules without a range; one note for all that share their layers and the reason.
     layers: dict[tuple[str, str], set[int]] = {}
     for module in (each for metadata in table.metadata if metadata is not None for each in metadata.ranges.without):

@@ -117,7 +117,7 @@ class Ended:
     """Global rank."""
     stage: int
     """Pipeline rank."""
-    host: str | None
+    host: str
     """Host of the rank."""
     last_step: int
     """Last step with data."""

@@ -76,7 +76,7 @@ class RankRow(NamedTuple):
     not stand still in them."""
 
     coords: RankCoords
-    host: str | None
+    host: str
     files: tuple[Path, ...]
     steps: int
     mean_ms: float

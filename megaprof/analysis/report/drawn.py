@@ -95,7 +95,7 @@ def of_steps(steps: Iterable[TracedStep], measured: TargetStages, table: Table |
     same = sorted((step for step in of_ranks if step.key == key), key=lambda step: -step.rank)
     chosen = [step for _, step in sorted({row_of[step.rank]: step for step in same}.items())]
     notes = ["a profiler recorded it, which makes most steps longer", *_of_clocks(measured)]
-    hosts = tuple(sorted({str(step.metadata.host) for step in chosen}))
+    hosts = tuple(sorted({step.metadata.host for step in chosen}))
     if isinstance(table, Table):
         offsets = [table.offset_of(step.rank, t) for step in chosen]
     else:
@@ -137,7 +137,7 @@ def of_roles(reading: FleetReading, roles: Sequence[tuple[Key, RankRow]]) -> Ste
             phases = ((phase_of.get(part, "other"), begin, end) for part, begin, end in spans if part != ranges.WAITING)
             passes = [Pass(phase, 0, None, None, begin, end) for phase, begin, end in phases]
             rows.append(Row(name, rank.coords.rank, whole, passes, 0))
-    hosts = sorted({str(rank.host) for _, rank in roles})
+    hosts = sorted({rank.host for _, rank in roles})
     notes = [f"it is the iteration of median length on rank {roles[0][1].coords.rank} of {names[0]}"]
     notes += [f"each row is on the clock of its host, which nothing aligns: {listed(hosts, 4)}"] * (len(hosts) > 1)
     return StepTimeline(step, tuple(rows), 1, tuple(notes))

@@ -63,8 +63,8 @@ class Table:
     ranks: npt.NDArray[np.int64]
     """[d, s, p]: global ranks, -1 for a stage that was not recorded. More than were recorded, if the passes of one rank
     stand for all its peers."""
-    hosts: Mapping[int, str | None]
-    """By rank: its host; None if not known."""
+    hosts: Mapping[int, str]
+    """By rank: its host."""
     metadata: tuple[Metadata | None, ...]
     """[s]: metadata of one rank of the stage; None for a stage that was not recorded."""
     start: Floats
@@ -239,7 +239,7 @@ class RankSteps:
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
-    names: tuple[tuple[int, str | None], ...]
+    names: tuple[tuple[int, str], ...]
     """Global rank and host of this rank, then of the peers that it stands for."""
     metadata: Metadata
     place: tuple[int, int, int]

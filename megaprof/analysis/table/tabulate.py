@@ -70,8 +70,7 @@ def tabulate(
     start, end, enter, reduced = map(stacked, ("start", "end", "enter", "reduced"))
     device, hosts = any(rank.device for rank in table_ranks), np.full(shape, "", dtype=object)
     for place, rank in by_place.items():
-        number, host = rank.names[0]
-        hosts[place] = f"rank {number}" if host is None else host
+        hosts[place] = rank.names[0][1]
     shift, clocks, aligned_ms = one_clock(hosts.astype(str), schedule, start, end, enter, reduced, device=device)
     pass_shift = shift[..., None, None, None]
     start, end, enter, reduced = start + pass_shift, end + pass_shift, enter + shift, reduced + shift

@@ -263,13 +263,6 @@ class TestWhatTheTracesDoNotAllow:
             for part, spread in one.bubble_split.items():
                 assert other.bubble_split[part].mean == pytest.approx(spread.mean, abs=0.2)
 
-    def test_stages_of_which_no_host_is_known_have_no_clock(self, tmp_path):
-        plain_stage(0, 2, 30, 0, target="train_log_probs", metadata={"host": "a"}).write(tmp_path)
-        plain_stage(1, 2, 10, 0, target="train_log_probs", metadata={"host": None}).write(tmp_path)
-        target = only(tmp_path)
-        assert [note.stages for note in found(target, "clocks_apart")] == [(1,)]
-        assert target.step_time_basis == "longest_stage"
-
     def test_mixed_sizes_are_reported_apart(self, tmp_path):
         pipeline(tmp_path, [2, 2])
         plain_stage(3, 4, 10, 20).write(tmp_path)

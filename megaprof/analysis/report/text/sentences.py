@@ -105,7 +105,7 @@ def ends(fleet: Fleet) -> tuple[Finding, ...]:
     """Returns in which steps the job stood still, and which ranks' data end early."""
     found = [*standstill_findings(fleet.standstills)]
     if ended := fleet.coverage.ended:
-        places = [(each, f"stage {each.stage}{f', {each.host}' if each.host else ''}") for each in ended[:_MOST]]
+        places = [(each, f"stage {each.stage}, {each.host}") for each in ended[:_MOST]]
         shown = ", ".join(f"rank {each.rank} ({place}) after step {each.last_step}" for each, place in places)
         more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
         text = f"Data end early, as when a process dies or hangs: {shown}{more}."
