@@ -294,7 +294,7 @@ class TestWhatTheTracesDoNotAllow:
         pipeline(tmp_path, [6, 2])
         pipeline(tmp_path, [4, 4], step=6)
         target = only(tmp_path)
-        assert [note.ranks for note in found(target, "not_comparable")] == [(0,), (1,)]
+        assert len(found(target, "not_comparable")) == 1
         assert target.unjudgeable is not None
 
     def test_a_window_that_was_closed_early(self, tmp_path):
