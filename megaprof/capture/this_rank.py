@@ -106,8 +106,8 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 def _say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
     """Logs what is captured, where the files go, and how many of the job's ranks and stages are captured."""
-    parts = []
-    if config.windowed and not config.steps_are_none:
+    parts, planned = [], config.windowed and not config.steps_are_none
+    if planned:
         which = f"steps {config.steps}"
         if config.steps == BY_SCHEDULE:
             plan = parse_schedule(config.schedule, flag("schedule"))
@@ -122,7 +122,7 @@ def _say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | Non
             where = f"on {len(ranks)} of {coords.sizes.world} ranks"
         by_role = "" if config.role_select is None else f", by role: {config.role_select}"
         parts.append(f"captures {', '.join(config.target)} ({which}) {where}{by_role}")
-    if TRAIN_OVERALL in config.target and len(config.target) > 1 and config.windowed:
+    if TRAIN_OVERALL in config.target and len(config.target) > 1 and planned:
         others = " and ".join(target for target in config.target if target != TRAIN_OVERALL)
         parts.append(f"writes no file of {others} for what is in a window of {TRAIN_OVERALL}")
     if config.timed:
@@ -132,7 +132,7 @@ def _say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | Non
         parts.append("captures when 'megaprof trigger' asks for it")
     if config.around_windows:
         parts.append(f"keeps the times of up to {BEFORE} calls before each window and of {BEHIND} behind it")
-    if ranks is not None and layout is not None and config.windowed:
+    if ranks is not None and layout is not None and planned:
         stages = len({layout.coords(rank).pp for rank in ranks})
         if stages < coords.sizes.pp:
             seen = f"sees {stages} of {coords.sizes.pp} stages"

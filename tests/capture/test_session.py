@@ -18,6 +18,8 @@ from megaprof.analysis.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.capture import profiler
 from megaprof.capture.process import process
+from megaprof.capture.this_rank import _say_start
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.synthetic import kinds
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -297,6 +299,15 @@ def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
         *(f"megaprof captured train_actor step {n}: {tmp_path / name.format(n)}" for n in (1, 2)),
         f"megaprof ends: 2 windows captured into {tmp_path}",
     ]
+
+
+@pytest.mark.parametrize(("options", "hinted"), [({"steps": "1"}, True), ({"steps": "none", "on_demand": True}, False)])
+def test_only_who_plans_windows_is_told_how_many_stages_they_see(
+    options: dict[str, Any], hinted: bool, tmp_path: Path, lines: Callable[[], list[str]]
+) -> None:
+    layout = WorldLayout(ParallelSizes(pp=2))
+    _say_start(on(tmp_path, "train_actor", "train_overall", **options), layout.coords(0), [0], layout)
+    assert [hint in lines()[0] for hint in ("sees 1 of 2 stages", "writes no file of")] == [hinted] * 2
 
 
 def test_after_a_fault_nothing_is_said_of_what_ran(
