@@ -102,10 +102,10 @@ def _show(result: rehearsal.Rehearsal, report: Report, out: Path) -> None:
 
     console = Console(highlight=False)
     say, ranks = partial(console.print, markup=False), words.counted(result.sizes.world, "rank")
-    measured = min(result.measured_ms / result.step_ms.value, 1.0)
+    computed = max(1.0 - result.measured_ms / result.step_ms.value, 0.0)
     say(
-        f"A step on {ranks} ({result.sizes}) should take {words.within(result.step_ms)} ms. {words.percent(measured)} "
-        f"of it was measured here, and {words.percent(1 - measured)} computed from bytes and links."
+        f"A step on {ranks} ({result.sizes}) should take {words.within(result.step_ms)} ms. {words.percent(computed)} "
+        "of it was computed from bytes and links, and the rest was measured here."
     )
     allocated, allowed = result.what_if.allocated, result.what_if.allowed
     if allocated is None:
