@@ -40,6 +40,10 @@ class CountedStep:
     call: int = 0
     """The number of steps of this target, role and number right before it: the host's mini-batches may share one."""
 
+    def __str__(self) -> str:
+        role = None if self.target == TRAIN_OVERALL else self.role  # a whole step is of all roles
+        return f"{self.target}{'' if role is None else f' of {role}'} step {self.number}"
+
     @property
     def outlasts_call(self) -> bool:
         """True if its window ends with the host's step, or with annotated work, and not with a call."""

@@ -273,7 +273,8 @@ class Session:
         if opened.step.target != ANNOTATED or opened.call is not None or capturing():
             return
         if (reason := self._refusal(facts, self.config.holding)) is not None:
-            logger.error("megaprof: annotated work of %s is not captured: %s", opened.window.role, reason)
+            self.agenda.lose(opened.step, None, reason)
+            logger.error("megaprof: %s is not captured: %s", opened.step, reason)
             in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[Planned], facts: CallFacts) -> None:
@@ -293,7 +294,7 @@ class Session:
                 reason, level = refused, logging.ERROR
             self.agenda.lose(step, demand, reason)
             if demand is None:
-                logger.log(level, "megaprof: %s step %d is not captured: %s", step.target, step.number, reason)
+                logger.log(level, "megaprof: %s is not captured: %s", step, reason)
 
     def _refusal(self, facts: CallFacts, held: tuple[str, ...]) -> str | None:
         """Returns why no window of a profiler that holds tensors by the options ``held`` may be open between calls;
@@ -412,10 +413,9 @@ class Session:
         goes on."""
         in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         self.agenda.lose(opened.step, opened.demand, f"{why}: {fault}")
-        step = f"{opened.step.target} step {opened.step.number}"
         about = f"{self.role}: {why}: {type(fault).__name__}"  # every window may fail
         line = "megaprof: %s is not captured, and all else goes on: %s: %r"
-        logger.once(line, step, why, fault, about=about, level=logging.ERROR)
+        logger.once(line, opened.step, why, fault, about=about, level=logging.ERROR)
 
     def _release(self) -> None:
         opened = self._own_window

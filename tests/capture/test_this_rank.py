@@ -139,7 +139,10 @@ def test_annotated_windows_are_given_up_when_such_a_model_runs_in_them(
                 one_rank.train_step()
                 assert not torch._C._autograd._profiler_enabled()
     assert list(tmp_path.iterdir()) == []
-    assert sum("annotated work of actor is not captured" in r.getMessage() for r in caplog.records) == 1
+    *lines, end = (record.getMessage() for record in caplog.records)
+    refused = [line.partition(": with ")[0] for line in lines if "is not captured" in line]
+    assert refused == [f"megaprof: annotated of actor step {number} is not captured" for number in (0, 1)]
+    assert "annotated of actor: steps 0-1 were not captured: with --profile-record-shapes" in end
 
 
 @pytest.mark.usefixtures("_world")
