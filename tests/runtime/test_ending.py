@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_a_forked_child_neither_hangs_nor_writes(directory: Path) -> None:
     assert hidden(directory) == []
 
 
+@pytest.fixture
+def _no_handler() -> Iterator[None]:
+    """A command that ran in this process may have left its own."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 class _Unsaved:
     def __init__(self) -> None:
         self.value = False
@@ -189,6 +198,7 @@ class _Unsaved:
         return signal.getsignal(signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("_no_handler")
 def test_the_handler_is_in_only_while_something_is_unsaved() -> None:
     job = _Unsaved()
     before = signal.getsignal(signal.SIGTERM)
