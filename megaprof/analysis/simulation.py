@@ -24,7 +24,7 @@ evaluated one after another, each with a few numpy calls over its nodes and over
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, product
@@ -42,7 +42,6 @@ from megaprof.parallel.schedules import (
     Wait,
     phase_order,
     stage_program,
-    turns,
 )
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
@@ -79,8 +78,6 @@ class Replay:
     """The row of each pass, in the order of a flattened ``passes``."""
     _before: Indices
     """The rows that each pass waits for, [any number, pass]."""
-    _last: Indices
-    """The row of the last pass of each stage."""
     _transfers: Indices
     """The rows of the transfers."""
     _links: Indices
@@ -95,7 +92,7 @@ class Replay:
     def step_ms(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
         """Returns how long each step takes, [...], in milliseconds: from 0, the zero of ``entry``, to the end of the
         last pass."""
-        return self._evaluated(lambda ends: ends[self._last].max(axis=0), (), passes, entry, link)
+        return self._evaluated(lambda ends: ends.max(axis=0), (), passes, entry, link)
 
     def ends(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
         """Returns when each pass ends, in milliseconds and in the shape of ``passes``."""
@@ -152,22 +149,7 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
     """
     if rendezvous and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
-    # The nodes are numbered: first the stages' entries, then all passes, then all transfers.
-    stages, chunks, kinds, microbatches = schedule.stages, schedule.chunks, schedule.kinds, schedule.microbatches
-    first_transfer = stages * (1 + chunks * len(kinds) * microbatches)
-
-    def node(stage: int, pass_id: PassId) -> int:
-        position = (stage * chunks + pass_id.chunk) * len(kinds) + kinds.index(pass_id.kind)
-        return stages + position * microbatches + pass_id.microbatch
-
-    needed, links = list[int](), list[int]()  # by transfer: the pass that needs its data, and the link that it takes
-    for stage, chunk, kind in product(range(stages), range(chunks), kinds):
-        if (link := schedule.placement.link(kind, stage, chunk)) is not None:
-            begin = node(stage, PassId(kind, chunk, 0))
-            needed += range(begin, begin + microbatches)
-            links += [link] * microbatches
-    transfer_of = {needing: first_transfer + number for number, needing in enumerate(needed)}
-    inputs = _inputs(schedule, node, transfer_of, first_transfer + len(needed), rendezvous=rendezvous)
+    inputs, links = _graph(schedule, rendezvous)
     levels = _levels(inputs)
     rows = np.argsort(np.concatenate(levels))
 
@@ -177,15 +159,14 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
         most = max(map(len, several))
         return np.asarray(rows[[[*each, *each[:1] * (most - len(each))] for each in several]].T)
 
-    begins, passes = accumulate(map(len, levels)), range(stages, first_transfer)
+    begins, passes = accumulate(map(len, levels)), range(schedule.stages, len(inputs) - len(links))
     return Replay(
         schedule,
         rendezvous,
         tuple((begin, begin + len(level), inputs_of(level)) for begin, level in zip(begins, levels[1:], strict=False)),
         rows[passes],
         inputs_of(passes),
-        rows[[node(stage, turns(schedule, stage)[-1][-1]) for stage in range(stages)]],
-        rows[first_transfer:],
+        rows[passes.stop :],
         np.array(links, dtype=np.intp),
     )
 
@@ -213,22 +194,29 @@ def rescheduled(replay: Replay, chunks: int, microbatches: int) -> Replay:
     return compiled(checked, replay.rendezvous)
 
 
-def _inputs(
-    schedule: PipelineSchedule,
-    node: Callable[[int, PassId], int],
-    transfer_of: Mapping[int, int],
-    count: int,
-    *,
-    rendezvous: bool,
-) -> list[list[int]]:
-    """Returns, for each of ``count`` nodes, those that it waits for. The passes of a stage, and what it begins between
-    them, wait for the pass before and for the transfers that the stage has waited for since. A transfer waits for its
-    sender to begin it and, if exchanges are a ``rendezvous``, for its receiver too.
+def _graph(schedule: PipelineSchedule, rendezvous: bool) -> tuple[list[list[int]], list[int]]:
+    """Returns, for each node, those that it waits for; and the link of each transfer. First come the stages' entries,
+    then all passes, and then all transfers.
 
-    ``node``: the node of a pass on a stage. ``transfer_of``: the node of a transfer, by that of the pass that needs it.
+    The passes of a stage, and what it begins between them, wait for the pass before and for the transfers that the
+    stage has waited for since. A transfer waits for its sender to begin it and, if exchanges are a ``rendezvous``, for
+    its receiver too.
     """
-    inputs: list[list[int]] = [[] for _ in range(count)]
-    for stage in range(schedule.stages):
+    stages, chunks, kinds, microbatches = schedule.stages, schedule.chunks, schedule.kinds, schedule.microbatches
+    inputs: list[list[int]] = [[] for _ in range(stages * (1 + chunks * len(kinds) * microbatches))]
+
+    def node(stage: int, pass_id: PassId) -> int:
+        position = (stage * chunks + pass_id.chunk) * len(kinds) + kinds.index(pass_id.kind)
+        return stages + position * microbatches + pass_id.microbatch
+
+    links, transfer_of = list[int](), dict[int, int]()  # transfers by the pass that needs their data
+    for stage, chunk, kind in product(range(stages), range(chunks), kinds):
+        if (link := schedule.placement.link(kind, stage, chunk)) is not None:
+            begin = node(stage, PassId(kind, chunk, 0))
+            transfer_of |= {begin + number: len(inputs) + number for number in range(microbatches)}
+            inputs += ([] for _ in range(microbatches))
+            links += [link] * microbatches
+    for stage in range(stages):
         awaited, before = [stage], None
         for step in stage_program(schedule, stage):
             if isinstance(step, PassId):
@@ -238,7 +226,7 @@ def _inputs(
             is_wait, transfers = (True, step.transfers) if isinstance(step, Wait) else (False, step)
             counted = [
                 transfer_of[node(receiver, which)]
-                for _, receiver, which in transfers.transfers(stage, schedule.stages)
+                for _, receiver, which in transfers.transfers(stage, stages)
                 if rendezvous or (receiver == stage) == is_wait
             ]
             if not is_wait:
@@ -249,7 +237,7 @@ def _inputs(
             else:
                 awaited = awaited + counted
             before = transfers
-    return inputs
+    return inputs, links
 
 
 def _levels(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
