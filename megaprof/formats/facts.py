@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 #: What is counted or lasts, and times relative to the step's start.
 Amount = Annotated[int, Meta(ge=0, le=1 << 53)]
 Moment = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 def unpack(payload: bytes, kind: type[_T]) -> _T | None:

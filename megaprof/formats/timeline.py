@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from megaprof.formats import codes
-from megaprof.formats.facts import Amount, Moment
+from megaprof.formats.facts import Amount, Moment, Share, unpack
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
@@ -201,11 +200,7 @@ class Timeline:
     def host_bound_passes(self, position: int) -> float | None:
         """Returns in which part of the passes of step ``steps[position]`` the GPU waited for its host, None if that is
         not known."""
-        bits, passes = (
-            self.facts(HOST_BOUND).get(position),
-            codes.are_passes(self.shapes[self.steps["shape"][position]]),
-        )
-        return min(1.0, int.from_bytes(bits, "little").bit_count() / max(int(passes.sum()), 1)) if bits else None
+        return unpack(self.facts(HOST_BOUND).get(position, b""), Share)
 
     def holding(self, kind: int) -> list[bytes]:
         """Returns, for a kind in ``HOLDING``, the fact that holds for every step: the last fact before or at that step,
