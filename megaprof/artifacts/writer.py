@@ -120,12 +120,6 @@ class Writer:
             self._start()
         return result
 
-    def derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> Future[bytes | None]:
-        """Makes ``files`` (suffix -> final path) from ``trace``, which is open, so that it may be compressed and its
-        raw file removed meanwhile; closes it. Returns what will have the kernel summary, which includes ``identity``,
-        plain data; None if it is not among the files, or if they could not be made, which is logged."""
-        return self.run(lambda: self._derive(trace, files, identity))
-
     def hand_over(self, final: Path) -> None:
         """Uploads a file that is complete under its final name, and has the finish hook run for it with the next
         files."""
@@ -262,9 +256,15 @@ class Writer:
             with self._idle:
                 self._waiting.pop(raw, None)
 
-    def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
-        """Has a child process make the files, because a thread of this process would hold the interpreter lock, which
-        the training thread needs. The child runs at a lower priority."""
+    def derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
+        """Makes ``files`` (suffix -> final path) from ``trace``, which is open, so that it may be compressed and its
+        raw file removed meanwhile; closes it. Only a task of ``run`` may call it. Returns the kernel summary, which
+        includes ``identity``, plain data; None if it is not among the files, or if they could not be made, which is
+        logged.
+
+        A child process does the work, because a thread of this process would hold the interpreter lock, which the
+        training thread needs. The child runs at a lower priority.
+        """
         raw_paths = dict[str, Path]()
         try:
             with trace:

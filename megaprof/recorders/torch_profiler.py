@@ -187,7 +187,7 @@ class TorchRecorder:
             raw.unlink(missing_ok=True)
         if source is not None:
             identity = {key: metadata.get(key) for key in _IDENTITY}
-            self.summary = self._writer.derive(source, files, identity)
+            self.summary = self._writer.run(partial(self._writer.derive, source, files, identity))
             self._derived.append(self.summary)
 
     def _source(self, raw: Path, files: Mapping[str, Path]) -> BinaryIO | None:
