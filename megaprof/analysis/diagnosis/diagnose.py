@@ -273,11 +273,7 @@ def _causes_together(run: Examined, terms: Sequence[Term], *, sure: bool = True)
     return causes
 
 
-_Gains = Sequence[tuple[Term, Floats, float]]
-"""What `Examined.gains` returns."""
-
-
-def _dearest(run: Examined, gains: _Gains) -> tuple[Term | None, list[Cause]]:
+def _dearest(run: Examined, gains: Sequence[tuple[Term, Floats, float]]) -> tuple[Term | None, list[Cause]]:
     """Returns the most expensive term that certainly costs enough; if there is none, those that may."""
     doubtful: list[Cause] = []
     for term, gain, _ in sorted(gains, key=lambda each: -float(each[1].mean())):
@@ -290,7 +286,7 @@ def _dearest(run: Examined, gains: _Gains) -> tuple[Term | None, list[Cause]]:
     return None, doubtful
 
 
-def _masked(run: Examined, gains: _Gains) -> Term | None:
+def _masked(run: Examined, gains: Sequence[tuple[Term, Floats, float]]) -> Term | None:
     """Returns, of the terms that cost enough only if others are mended, the one that gains most by itself.
 
     If two stages are equally slow, mending one of them gains nothing, and mending the other one then gains everything.

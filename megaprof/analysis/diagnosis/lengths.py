@@ -10,7 +10,6 @@ would decide the time of tokens.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,17 +183,15 @@ def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
     right = (by_pass * y.T) @ x
     best = np.zeros((len(weights), y.shape[1], 3))
     gained = np.zeros((len(weights), y.shape[1]))
-    for count in (1, 2, 3):
-        for chosen in itertools.combinations(range(3), count):
-            columns = list(chosen)
-            # Features that say the same share the effect. Tokens and the constant do if all microbatches are equal.
-            inverse = np.linalg.pinv(gram[..., columns, :][..., columns], hermitian=True, rcond=1e-9)
-            solved = (inverse @ right[..., columns, None])[..., 0]
-            gain = (solved * right[..., columns]).sum(axis=-1)
-            better = (solved >= 0.0).all(axis=-1) & (gain > gained * (1.0 + 1e-9))
-            candidate = np.zeros_like(best)
-            candidate[..., columns] = solved
-            best = np.where(better[..., None], candidate, best)
-            gained = np.where(better, gain, gained)
+    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        # Features that say the same share the effect. Tokens and the constant do if all microbatches are equal.
+        inverse = np.linalg.pinv(gram[..., columns, :][..., columns], hermitian=True, rcond=1e-9)
+        solved = (inverse @ right[..., columns, None])[..., 0]
+        gain = (solved * right[..., columns]).sum(axis=-1)
+        better = (solved >= 0.0).all(axis=-1) & (gain > gained * (1.0 + 1e-9))
+        candidate = np.zeros_like(best)
+        candidate[..., columns] = solved
+        best = np.where(better[..., None], candidate, best)
+        gained = np.where(better, gain, gained)
     coefficients: Floats = best / scale
     return coefficients

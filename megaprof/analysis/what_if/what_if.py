@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
@@ -39,7 +39,6 @@ _MOST_LAYOUTS = 3
 _PRICED = 6
 _CHUNK_COUNTS = (1, 2, 3, 4)
 _ONE_STAGE = Note("no_layout", said="a single stage has no other one")
-_Priced: TypeAlias = tuple[Prediction, Floats]
 Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better", "slow_ranks"]
 
 
@@ -201,7 +200,7 @@ def _held(table: Table) -> Held | Note:
     return Held(tuple(pieces), tuple(kinds), schedule.stages, table.part_ms)
 
 
-def _best(compared: Sequence[_Priced], held: Sequence[int]) -> _Priced | None:
+def _best(compared: Sequence[tuple[Prediction, Floats]], held: Sequence[int]) -> tuple[Prediction, Floats] | None:
     """Returns the fastest layout that certainly gains enough; of those that are as fast, one that needs no more
     activations than stages were seen to hold."""
     gaining = [each for each in compared if each[0].speedup.low > 1.0 + LEAST and each[0].fits is not False]
@@ -223,12 +222,12 @@ def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Adv
     return "unsure" if first.speedup.high > 1.0 + LEAST else "none_better"
 
 
-def layouts(run: Changeable) -> list[_Priced]:
+def layouts(run: Changeable) -> list[tuple[Prediction, Floats]]:
     """Returns the quickest layouts other than the captured one, even if they gain nothing, as `priced` does; of those
     with one name, and of those that do not fit into the measured memory, only the quickest."""
     quickest = _quickest(run, run.baseline.view.replay, _PRICED)
     tried = [predicted(run, "layout", replace(run.captured, pieces=pieces)) for pieces in quickest]
-    first = dict[object, _Priced]()
+    first = dict[object, tuple[Prediction, Floats]]()
     for prediction, gains in sorted(tried, key=lambda each: each[0].step_ms.value):
         first.setdefault((prediction.layers, prediction.fits), (prediction, gains))
     return [*first.values()][:_MOST_LAYOUTS]
