@@ -191,12 +191,12 @@ def text(name: str, value: Any) -> str:
 
 def directory(name: str, value: Any) -> str:
     """Reads a directory as an absolute path, because the process may change its working directory. A remote directory
-    stays as it is.
+    stays as it is. No shell replaces the ``~`` of a configuration file or of ``--profile-dir=~/traces``.
 
     Raises ValueError for a relative path in a Ray worker, which was not started in the directory where the user typed
     it.
     """
-    path = text(name, value)
+    path = os.path.expanduser(text(name, value))
     if is_remote(path):
         return path
     worker = getattr(sys.modules.get("ray._private.worker"), "global_worker", None)

@@ -173,6 +173,12 @@ def test_annotated_work_has_steps_of_its_own() -> None:
     assert on(steps="3", discrete=True).plan("annotated") == on(steps="3").plan("train_actor")
 
 
+def test_a_home_directory_is_none_of_that_name(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    env = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "~/traces"}
+    assert ProfileConfig.from_env(env).dir == str(tmp_path / "traces")
+
+
 def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     config = on(dir="traces")
