@@ -266,40 +266,42 @@ class ProfileConfig:
         return {} if self.role_select is None else parse_per_role(self.role_select, self.named("role_select"))
 
     def _check(self) -> None:
+        named = self.named
         if self.dir is None:
             raise ValueError(f"{flag('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
         if is_remote(self.dir):
-            check_remote(flag("dir"), self.dir)
+            check_remote(named("dir"), self.dir)
         for role in (None, *self.roles):
             self.selector(role)
         self.plan(self.target[0])
         if self.discrete and TRAIN_OVERALL in self.target:
             raise ValueError(
-                f"{flag('discrete')} and {flag('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "
+                f"{named('discrete')} and {named('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "
                 f"one a step with all roles in it. Drop one, or give {flag('target')} train_actor train_log_probs"
             )
         if self.on_demand and is_remote(self.dir):
             raise ValueError(
-                f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
-                "that all ranks and your shell see. Give a directory"
+                f"{named('on_demand')} and {named('dir')} {self.dir} exclude each other: requests and answers are "
+                "files that all ranks and your shell see. Give a directory"
             )
         self._check_tools()
         if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
 
     def _check_tools(self) -> None:
-        tools = f"{flag('tool')} {' '.join(self.tool)}"
+        named = self.named
+        tools = f"{named('tool')} {' '.join(self.tool)}"
         for tool, names in ((TIMELINE, TIMELINE_ONLY), ("torch", TORCH_ONLY)):
             for name in names:
                 if tool not in self.tool and getattr(self, name) != getattr(ProfileConfig, name):
-                    raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")
+                    raise ValueError(f"{named(name)} has no effect with {tools}: add {tool}, or drop {named(name)}")
         if self.timed and is_remote(str(self.dir)):
             raise ValueError(
-                f"{flag('tool')} {TIMELINE} and {flag('dir')} {self.dir} exclude each other: a timeline grows while "
+                f"{named('tool')} {TIMELINE} and {named('dir')} {self.dir} exclude each other: a timeline grows while "
                 "the job runs, which no object store lets a file do. Give a directory"
             )
         _ = self.timeline_selector
-        activities = f"{flag('activities')} {' '.join(self.activities)}"
+        activities = f"{named('activities')} {' '.join(self.activities)}"
         if {"torch", "nsys"} <= set(self.tool) and "cuda" in self.activities:
             raise ValueError(
                 f"{tools} and {activities} exclude each other: CUPTI serves one subscriber, and nsys is one. "
@@ -307,9 +309,9 @@ class ProfileConfig:
             )
         for name in NEED_CPU:
             if "torch" in self.tool and "cpu" not in self.activities and getattr(self, name):
-                raise ValueError(f"{flag(name)} has no effect with {activities}: add cpu, or drop {flag(name)}")
+                raise ValueError(f"{named(name)} has no effect with {activities}: add cpu, or drop {named(name)}")
         if "stacks" in self.export and not self.with_stack:
-            raise ValueError(f"{flag('export')} stacks has no stacks to export: add {flag('with_stack')}")
+            raise ValueError(f"{named('export')} stacks has no stacks to export: add {flag('with_stack')}")
 
     def _check_steps(self, steps: str) -> None:
         option = self.named("steps")

@@ -173,6 +173,12 @@ def test_annotated_work_has_steps_of_its_own() -> None:
     assert on(steps="3", discrete=True).plan("annotated") == on(steps="3").plan("train_actor")
 
 
+def test_what_contradicts_is_named_as_it_was_given() -> None:
+    env = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "/t", "MEGAPROF_TOOL": "timeline", "MEGAPROF_KERNELS": "1"}
+    with pytest.raises(ValueError, match="MEGAPROF_KERNELS has no effect with MEGAPROF_TOOL timeline: add torch"):
+        ProfileConfig.from_env(env)
+
+
 def test_a_home_directory_is_none_of_that_name(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     env = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "~/traces"}
