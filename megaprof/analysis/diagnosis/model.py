@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.policy import MINOR
+from megaprof.analysis.diagnosis.policy import MINOR, MOST
 from megaprof.analysis.samples import LEVEL, MAD
 from megaprof.analysis.table.table import BESIDE, EMBEDDING, LOSS, QUARTILE, Floats, Table
 from megaprof.parallel.peers import of_others
@@ -83,8 +83,9 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     content, *draws = _undisturbed(log, [np.ones((t, m), dtype=np.intp), *often])
     drawn = np.stack(draws)
     # Waits for a core beyond those that made single passes longer may be in all passes: each draw assumes that or not.
+    # A rank also computes in them: where it waits for longer than they take, much of it was between steps.
     waits = table.core_waits_beside.mean((0, 1)).max(-1) / np.maximum(took.sum(axis=(3, 4, 5)).mean((0, 1)), 1e-9)
-    inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, 1.0)
+    inside = random.permuted(np.tile(np.arange(len(drawn))[:, None] % 2, s), axis=0) * np.minimum(waits, MOST)
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     # Communication that names no group may go on behind its pass.

@@ -303,6 +303,14 @@ def test_what_ranks_wait_for_a_core_makes_a_layout_no_less_certain_than_the_laye
     assert gained.high - gained.low < 1.75 * (price.high - price.low)
 
 
+def test_ranks_that_wait_for_a_core_longer_than_their_passes_take_compute_in_these_all_the_same(tmp_path: Path) -> None:
+    table = table_of(UNEVEN, tmp_path)
+    run = examine(replace(table, core_waits=np.full_like(table.core_waits, 2 * table.length.max())))
+    speedups = [each.speedup for each in what_if(run, diagnose(run))[0].candidates]
+    assert speedups
+    assert max(each.high for each in speedups) < 4.0
+
+
 @pytest.mark.parametrize("fault", [Fault("slow_stage", 1.3, stage=1), Fault("embedding_or_loss", 7.2, stage=1)])
 def test_layers_cost_what_they_do_whether_the_other_stage_is_slow_or_holds_a_loss(fault: Fault, tmp_path: Path) -> None:
     """A loss stays as it is, and a slow stage would be slow with more layers, too. Times do not tell them apart."""
