@@ -219,7 +219,8 @@ class _Job:
         self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
         #: The numbers of the first collectives that have not ended, by rank and group.
         self.first: dict[tuple[int, str], int] = {}
-        exchanges: defaultdict[_Side, list[Operation]] = defaultdict(list)
+        # One direction of the exchanges of a rank: the rank, the group, ``send`` or ``recv``, and the other rank.
+        exchanges: defaultdict[tuple[int, str, str, int], list[Operation]] = defaultdict(list)
         #: What each group is called: Megatron's description, or its name.
         self._descriptions: dict[str, str] = {}
         groups: defaultdict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
@@ -351,10 +352,6 @@ class _Job:
         known pipeline group; then a tensor-parallel peer, which is on the same stage, gives the stage."""
         stages = (self._stages.get(each) for each in (rank, *self._peers.get(rank, ())))
         return next((stage for stage in stages if stage is not None), None)
-
-
-#: One direction of the exchanges of a rank in a group: the rank, the group, ``send`` or ``recv``, and the other rank.
-_Side = tuple[int | None, str, str, int | None]
 
 
 def _words(operation: Operation) -> str:

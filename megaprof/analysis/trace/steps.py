@@ -89,7 +89,6 @@ Exchanges = Mapping[str, Numbers]
 """Exchanges with neighbouring stages by Megatron's operation, or the wait for an overlapped one
 (`megaprof.formats.ranges`), [exchange, 4]: when the host reached it (if it is a kernel, launched it) and when the host
 went on; then when it began and ended, on the GPU if it is a kernel."""
-_NO_TIME = intervals(())
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class TracedStep:
     """True if it is known what the GPU did for it."""
     kernels: Exchanges = field(default_factory=dict)
     """Its exchanges as kernels of the pipeline's group."""
-    pipeline: Intervals = field(default_factory=_NO_TIME.copy)
+    pipeline: Intervals = field(default_factory=lambda: intervals(()))
     """When the pipeline's group communicated between passes and nothing computed; disjoint."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """Nanoseconds by name, for `Table.spent`; NaN for what the trace does not show, with the reason in ``reasons``."""
