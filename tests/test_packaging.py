@@ -25,7 +25,7 @@ from tests.control.control_jobs import running
 ROOT = Path(__file__).parents[1]
 #: Modules that need a trainer when they are imported: nobody imports them before a tool is chosen, or a demo starts.
 NEED_TORCH = {
-    *(f"megaprof.recorders.{name}" for name in ("memory", "nsys", "torch_profiler")),
+    *(f"megaprof.recorders.{name}" for name in ("cuda_tools", "torch_profiler")),
     "megaprof.testing",
 }
 #: Extras that a user asks for. The others are for working on megaprof.

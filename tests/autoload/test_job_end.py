@@ -52,7 +52,7 @@ def test_the_end_of_a_job_waits_until_the_last_file_is_done(tmp_path: Path, monk
     def derive() -> None:
         order.append("between")
         second.wait(30)
-        background.finish(*handed_over(tmp_path, "b.json"))
+        publish(*handed_over(tmp_path, "b.json"))
 
     second = threading.Event()
     monkeypatch.setattr(writer, "publish", late)
