@@ -189,13 +189,11 @@ class RunningJob:
     """One run in a save directory."""
 
     directory: Path
-    role: str | None
-    """The role whose directory it is; None for a job without roles."""
     run: RunRecord
 
     @property
     def control(self) -> ControlDirectory:
-        return ControlDirectory(self.directory, self.role)
+        return ControlDirectory(self.directory, self.run.role)
 
     def leader(self) -> RankStatus | None:
         """Returns the status of rank 0; None if it cannot be read."""
@@ -301,7 +299,7 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
     control = ControlDirectory(directory, chosen)
     try:
         with control.open() as opened:
-            return RunningJob(directory, chosen, load(opened, RUN, RunRecord))
+            return RunningJob(directory, load(opened, RUN, RunRecord))
     except ValueError as fault:
         raise Unanswerable(f"{control.path / RUN} {fault}") from None
     except (OSError, Unsafe) as fault:

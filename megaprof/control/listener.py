@@ -147,7 +147,7 @@ class Listener:
     @property
     def job(self) -> RunningJob | None:
         """The job as a command would find it; None as long as the rank does not know its run."""
-        return None if self._run is None else RunningJob(self._directory, self._session.role, self._run)
+        return None if self._run is None else RunningJob(self._directory, self._run)
 
     def look(self) -> None:
         """Looks once. The background thread calls it every `every` seconds."""

@@ -388,8 +388,6 @@ class TimelineRecorder:
             )
         if self._finished is not None:
             metadata["timeline"]["around_windows"] = True
-        if self._read_waits is None:
-            metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
         return metadata
 
 

@@ -470,7 +470,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
     run = replace(job.run, sizes=layout.sizes)
     now = time.time()
     statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
-    running_job = RunningJob(job.directory, None, run)
+    running_job = RunningJob(job.directory, run)
     blame = find_culprits(run, statuses, now, 60.0)
     view = View(running_job, statuses, now, blame, None)
     document = {"headline": job_status.in_words(view), **msgspec.to_builtins(job_status.answer(view))}

@@ -31,7 +31,7 @@ def look(
         recent = status(rank, ms).recent
         assert recent is not None
         statuses[rank] = replace(status(rank, ms), recent=replace(recent, host_bound_passes=host_bound))
-    job = RunningJob(directory, None, replace(RUN, started=started, sizes=sizes))
+    job = RunningJob(directory, replace(RUN, started=started, sizes=sizes))
     return View(job, statuses, 1e9, Blame((), (), 0.0, {}), None)
 
 

@@ -156,9 +156,9 @@ def test_a_status_of_another_world_is_no_status(tmp_path: Path) -> None:
     paths = places.Paths.of(tmp_path, None, run.world)
     written = record(run, 0, "forward", 1)
     places.write(paths.status(0), written)
-    assert RunningJob(tmp_path, None, run).leader() is not None
+    assert RunningJob(tmp_path, run).leader() is not None
     places.write(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}})
-    assert RunningJob(tmp_path, None, run).leader() is None
+    assert RunningJob(tmp_path, run).leader() is None
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ class Job:
         return said
 
     def status(self) -> RankStatus | None:
-        return RunningJob(self.paths.root.parent, None, self.run).leader()
+        return RunningJob(self.paths.root.parent, self.run).leader()
 
     def finish(self, request: Request) -> Answer:
         assert self.handle.flush()

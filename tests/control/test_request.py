@@ -48,7 +48,7 @@ class Asked:
     def __init__(self, directory: Path) -> None:
         self.layout = WorldLayout(ParallelSizes(pp=2, tp=2))
         self.run = RunRecord.new(self.layout.coords(0), self.layout, None, 0.1)
-        self.job = RunningJob(directory, None, self.run)
+        self.job = RunningJob(directory, self.run)
         self.paths = places.Paths.of(directory, None, 4)
         places.write(self.paths.run, self.run)
 

@@ -321,7 +321,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes(pp=16, dp=1024))
     run = RunRecord.new(layout.coords(0), layout, None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
+    view = View(RunningJob(tmp_path, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     shown = render("now.html", now=Now("runs", None, view), place=Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
@@ -345,7 +345,7 @@ def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
     run = RunRecord.new(layout.coords(0), layout, None, 1.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * longer) for rank in range(4)}
     statuses[3] = replace(statuses[3], waits=waits)
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
+    view = View(RunningJob(tmp_path, run), statuses, 100.0, Blame((), (), 0.0, {}), None)
     said = verdict(view) if state == "runs" else None
     shown = render("now.html", now=Now(state, None, view, said), place=Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
