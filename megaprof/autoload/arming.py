@@ -260,9 +260,11 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
         from megaprof.capture.process import process
         from megaprof.config.arguments import check_host_profilers
 
-        if any(session.models is not None and session.role is None for session in process.sessions):
-            return True  # the host has installed hooks for its model
         config = _config()
+        if own := [each for each in process.sessions if each.models is not None and each.role is None]:
+            if own[0].config != config:
+                logger.warning("megaprof: hooks that the program installed itself have other options, which count")
+            return True
         check_host_profilers(config, megatron_lm.arguments())
         install_hooks(None, config, groups=groups, pipeline=pipeline)
         if pipeline:

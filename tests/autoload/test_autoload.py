@@ -218,6 +218,27 @@ def test_a_schedule_that_was_imported_by_its_name_is_captured(way: str, env: dic
     assert run.stderr.count("megaprof ends") == 1, "hooks of the host's own are the only ones"
 
 
+@pytest.mark.slow
+def test_hooks_of_the_programs_own_count_and_other_options_are_said_to_be_lost(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    asked = ProfileConfig(target=("train_log_probs",), dir=str(tmp_path / "asked"), activities=("cpu",))
+    (tmp_path / "bridge.py").write_text(KEEPS_A_SCHEDULE)
+    code = "import bridge, sys, megaprof\n"
+    code += "own = megaprof.ProfileConfig(('train_actor',), sys.argv[1] + '/out', steps='0', activities=('cpu',))\n"
+    code += "bridge.train('two lines', own)"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment(asked, {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert captured(tmp_path / "out") == ["train_actor.step000000"]
+    assert run.stderr.count("hooks that the program installed itself have other options, which count") == 1
+
+
 @pytest.mark.parametrize("way", ["armed late", "two lines"])
 def test_nor_is_one_missed_that_was_imported_before_megaprof(way: str, tmp_path: Path) -> None:
     (tmp_path / "bridge.py").write_text(KEEPS_A_SCHEDULE)
