@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.analysis.what_if.changes import sequences_of
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
@@ -144,3 +146,11 @@ def check(directory: Path, workload: GPTWorkload) -> None:
             assert found is not None
             assert found[0] == ("packed_seq_params" if packed else "shapes")
             assert np.array_equal(found[1], expected)
+    if workload == REPLICAS:  # their steps may be one after the other, as nothing makes them begin together
+        return
+    (table,) = (each for key, each in tables_in(directory).items() if key.target == "train_actor")
+    assert isinstance(table, Table)
+    # Lengths are from the captured step, and how long passes take is from those without a profiler.
+    assert 1 not in table.steps
+    assert [each for _, each in table.sequences] == [[list(lengths)]]
+    assert sequences_of(examine(table)) is not None

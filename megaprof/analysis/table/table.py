@@ -132,8 +132,9 @@ class Table:
     """Steps at the beginning that were left out because everything takes longer in them."""
     experts: Floats | None = None
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None if not counted."""
-    sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
-    """The sequence lengths, if captured, by step, replica and microbatch (as indices of ``work``)."""
+    sequences: tuple[tuple[Floats, list[list[tuple[int, ...]]]], ...] = ()
+    """Of each captured step whose sequences are all known, their work, [d, m, 3] as in ``work``, and their lengths by
+    replica and microbatch."""
     iterations: Iterations | None = None
     """Where whole iterations of the host's loop go, over all steps of the ranks that were read; None if not known."""
     warnings: tuple[Note, ...] = ()

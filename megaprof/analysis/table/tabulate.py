@@ -125,6 +125,10 @@ def tabulate(
         for (t, microbatch), recorded_lengths in rank.sequences.items():
             for index in np.flatnonzero(steps == rank.steps[t]).tolist():  # the first rank that recorded them counts
                 sequences.setdefault((index, place[0], microbatch), recorded_lengths)
+    laid = {
+        t: [[sequences.get((t, d, m), ()) for m in range(schedule.microbatches)] for d in range(shape[0])]
+        for t in sorted({t for t, _, _ in sequences})
+    }
     of_stages = [[by_place[place] for place in by_place if place[1] == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -163,7 +167,7 @@ def tabulate(
             (rank.lengths_from for rank in table_ranks if rank.lengths_from), key=SOURCES.index, default=None
         ),
         experts=experts if np.isfinite(experts).all() else None,
-        sequences=sequences,
+        sequences=tuple((work[t], of_step) for t, of_step in laid.items() if all(map(all, of_step))),
         iterations=iterations_of({rank.names[0][0]: rank.parts for rank in table_ranks}),
     )
 

@@ -396,6 +396,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         spent=spent,
         profiled_length=traced.length,
         experts=traced.experts if recorded.ranks.shape == traced.ranks.shape else None,
+        sequences=traced.sequences if len(recorded.ranks) == len(traced.ranks) else (),
         modules=traced.modules,
         warnings=tuple(n for n in notes if n.kind != "exposed_unknown" or not n.names or {*n.names} - spent.keys()),
     )

@@ -234,8 +234,8 @@ Step = list[list[Microbatch]]
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of each step of a run, and the time of passes by them. ``work`` [t, d, m, 3] has the tokens,
-    sequences and squares of its microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
+    """The sequences of some steps of a run, and the time of passes by them. ``work`` [n, d, m, 3] has the tokens,
+    sequences and squares of their microbatches; ``padding`` is tokens of a microbatch / tokens of its sequences."""
 
     run: Examined
     costs: Floats
@@ -255,17 +255,14 @@ class Sequences:
 
 
 def sequences_of(run: Examined) -> Sequences | None:
-    """Returns a run with its sequences; None if those of some microbatch were not captured."""
-    table = run.table
+    """Returns a run with its sequences; None if they were captured in no step."""
     fitted = fit(run)
-    if fitted is None or table.work is None:
+    if fitted is None or not run.table.sequences:
         return None
-    t, d, m = table.work.shape[:3]
-    if any(place not in table.sequences for place in np.ndindex(t, d, m)):
-        return None
-    steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
+    of_each, steps = zip(*run.table.sequences, strict=True)
+    work = np.stack(of_each)
     tokens = sum(sum(microbatch) for step in steps for replica in step for microbatch in replica)
-    return Sequences(replace(run, terms=()), fitted[0], table.work, steps, float(table.work[..., 0].sum()) / tokens)
+    return Sequences(replace(run, terms=()), fitted[0], work, steps, float(work[..., 0].sum()) / tokens)
 
 
 def plan(sequences: Sequences, name: str, microbatches: int | None = None) -> list[Step] | None:
@@ -323,23 +320,30 @@ def plans(sequences: Sequences) -> list[Prediction]:
 
 
 def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -> tuple[Prediction, Examined]:
-    """Returns the prediction for microbatches of other ``work`` [t, d, m, 3], and the steps with these."""
-    run, every = sequences.run, np.arange(len(work))
+    """Returns the prediction for microbatches of other ``work`` [n, d, m, 3], and the steps with these. Every step of
+    the run gets the sequences of one whose sequences are known, as they were and packed anew."""
+    run, own = sequences.run, np.asarray(sequences.run.table.work)  # to which the costs were fitted
 
-    def laid(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> View:
-        """Returns the steps whose work is in ``rows``, with other passes by these costs [s, c, k, 3] or [row, s, c, k,
-        3], longer by the disturbances of the step."""
+    def laid(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp], work: Floats, replay: Replay) -> View:
+        """Returns the steps in ``rows`` with other passes by these costs [s, c, k, 3] or [row, s, c, k, 3], longer by
+        the disturbances of the step."""
         slow = steps.lasting[..., None, None, None]
-        usual = replace(steps, passes=taken(costs, sequences.work[rows]) * slow)
+        usual = replace(steps, passes=taken(costs, own[rows]) * slow)
         longer = steps.pipelines_ms.max(axis=1) / usual.pipelines_ms.max(axis=1)
-        passes = taken(costs, work[rows]) * slow * longer[:, None, None, None, None, None]
+        passes = taken(costs, work[rows % len(work)]) * slow * longer[:, None, None, None, None, None]
         return replace(steps, replay=replay, passes=passes, exposed={}, held={EXCHANGE: np.zeros_like(passes)})
 
-    estimated, drawn = sequences.costs[0], sequences.costs[1:]
-    view, draws = laid(run.view, estimated, every), laid(run.draws, estimated, run.rows)
-    gains = run.view.step_ms - view.step_ms
-    of_cost = draws.step_ms - laid(run.draws, drawn, run.rows).step_ms
-    n, mean = len(gains), float(gains.mean())
+    def gained_ms(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
+        before = laid(steps, costs, rows, sequences.work, steps.replay)
+        return before.step_ms - laid(steps, costs, rows, work, replay).step_ms
+
+    estimated, drawn, every = sequences.costs[0], sequences.costs[1:], np.arange(len(run.table.length))
+    view, draws = (
+        laid(steps, estimated, rows, work, replay) for steps, rows in ((run.view, every), (run.draws, run.rows))
+    )
+    gains = gained_ms(run.view, estimated, every)
+    of_cost = gained_ms(run.draws, drawn, run.rows) - gained_ms(run.draws, estimated, run.rows)
+    n, mean = min(len(gains), len(work)), float(gains.mean())
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(mean)
     prediction, _ = gained(kind, run, gains, of_steps, of_cost, of_cost)
     shorter = replace(run.table, length=run.table.length - gains)

@@ -55,17 +55,19 @@ def having(table: Table, steps: list[Step], layers: tuple[int, ...] = (4, 4, 4, 
     """A run that had these sequences and layers, replayed: a backward takes twice a forward."""
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
     passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
-    places = np.ndindex(*passes.shape[:2], passes.shape[-1])
-    work = [[[(sum(o), len(o), sum(n * n for n in o)) for o in replica] for replica in step] for step in steps]
+    work = np.array(
+        [[[(sum(o), len(o), sum(n * n for n in o)) for o in replica] for replica in step] for step in steps],
+        dtype=float,
+    )
     table = replace(
         table,
         schedule=table.schedule._replace(microbatches=passes.shape[-1]),
         held={},
         entry=np.zeros(table.entry.shape),
         reduction=np.zeros(len(steps)),
-        work=np.array(work, dtype=float),
+        work=work,
         lengths_from="packed_seq_params",
-        sequences={(t, d, m): steps[t][d][m] for t, d, m in places},
+        sequences=tuple(zip(work, steps, strict=True)),
     )
     return replayed(table, passes)
 
@@ -121,7 +123,7 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
 def test_why_there_is_nothing_to_pack(table: Table, told: bool) -> None:
     same = [[[(512, 512)] * len(replica) for replica in step] for step in drawn(table)]
     made = having(table, same)
-    run = examine(made if told else replace(made, work=None, sequences={}, lengths_from=None))
+    run = examine(made if told else replace(made, work=None, sequences=(), lengths_from=None))
     _, known = what_if(run, diagnose(run))
     assert known is not None
     assert (known.sequences, known.alike) == (None, told)
@@ -187,7 +189,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
 
 def test_without_sequences_nothing_is_predicted(table: Table) -> None:
     known = having(table, drawn(table))
-    assert sequences_of(examine(replace(known, sequences={}))) is None
+    assert sequences_of(examine(replace(known, sequences=()))) is None
     assert sequences_of(examine(table)) is None
     even = having(table, [[[(512, 512)] * 16] * 2] * len(known.steps))
     run = examine(even)
@@ -208,7 +210,7 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     for refused in ({"layout": "2,2"}, {"chunks": "2"}):
         with pytest.raises(ValueError, match=r"pp=1|stage"):
             chosen(known, refused)
-    without = examine(replace(run.table, sequences={}))
+    without = examine(replace(run.table, sequences=()))
     assert what_if(without, diagnose(without))[1] is None
 
 
