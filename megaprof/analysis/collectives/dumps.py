@@ -25,7 +25,8 @@ from megaprof.formats.phrases import Unanswerable
 
 #: A recorder holds a few thousand entries of about 1 kB each, with their frames.
 _LARGEST_BYTES = 1 << 28
-_NAME = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?")
+#: How the name of a dump ends.
+ENDING = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?$")
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,6 @@ class _Plain(pickle.Unpickler):
 
     def persistent_load(self, _: Any) -> NoReturn:
         raise pickle.UnpicklingError("it asks for another file")
-
-
-def rank_of(path: Path) -> int | None:
-    """Returns the rank that a dump's name ends in; None for another file's name."""
-    match = re.search(_NAME.pattern + "$", path.name)
-    return int(match["rank"]) if match is not None else None
 
 
 def read_dump(rank: int, path: Path) -> Dump:

@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.dumps import Dump, Operation, dump_of, rank_of, read_dump
+from megaprof.analysis.collectives.dumps import ENDING, Dump, Operation, dump_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import Standing, Standstill
@@ -120,8 +120,9 @@ def hang_of(paths: Iterable[Path]) -> Hang:
     warnings = []
     files: dict[int, str] = {}
     for path in sorted(paths):
-        if (rank := rank_of(path)) is None:
+        if (ending := ENDING.search(path.name)) is None:
             continue
+        rank = int(ending["rank"])
         try:
             dump = read_dump(rank, path)
         except (Unanswerable, OSError) as fault:

@@ -340,11 +340,6 @@ class Level:
     error: float
     """Standard error of ``middle``."""
 
-    def apart(self, other: Level) -> float:
-        """Returns how far two levels are apart; they differ if it is more than 1."""
-        error = math.hypot(self.error, other.error)
-        return abs(other.middle - self.middle) / max(math.log1p(EXCESS), SIGMAS * error)
-
 
 def levels(values: Floats, buckets: Buckets, noise: float) -> list[Level]:
     """Splits a series, [bucket], into stretches of one level each. NaN is no value, and belongs to no stretch.
@@ -370,7 +365,11 @@ def levels(values: Floats, buckets: Buckets, noise: float) -> list[Level]:
     bounds[max(len(bounds) - 1, 1) :] = [len(logs)]  # what is too short at the end belongs to the stretch before it
     found = [level(*each) for each in pairwise(bounds) if len(logs)]
     while len(found) > 1:
-        gaps = [one.apart(other) for one, other in pairwise(found)]
+        # Two levels differ if their gap is more than 1.
+        gaps = [
+            abs(other.middle - one.middle) / max(math.log1p(EXCESS), SIGMAS * math.hypot(one.error, other.error))
+            for one, other in pairwise(found)
+        ]
         number = int(np.argmin(gaps))
         if gaps[number] > 1:
             break

@@ -149,16 +149,12 @@ def resliced(times: Floats, count: int, larger: float) -> Floats:
     if count == before and larger == 1.0:
         return times
     ends = np.concatenate((np.zeros((*times.shape[:-1], 1)), np.cumsum(times, axis=-1)), axis=-1)
-
-    def until(tokens: Floats) -> Floats:
-        """Returns the time of everything up to ``tokens``, which is counted in captured microbatches."""
-        around, left = np.divmod(tokens, before)
-        place = np.minimum(left.astype(np.intp), before - 1)
-        total: Floats = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
-        return total
-
-    cuts = np.arange(count + 1) * larger
-    return np.diff(until(np.where(np.abs(cuts - np.rint(cuts)) < 1e-9, np.rint(cuts), cuts)), axis=-1)
+    cuts = np.arange(count + 1) * larger  # in captured microbatches
+    cuts = np.where(np.abs(cuts - np.rint(cuts)) < 1e-9, np.rint(cuts), cuts)
+    around, left = np.divmod(cuts, before)
+    place = np.minimum(left.astype(np.intp), before - 1)
+    until_cuts = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
+    return np.diff(until_cuts, axis=-1)
 
 
 def priced(
