@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import TracebackType
@@ -119,7 +119,9 @@ def install_hooks(
         ValueError: The configuration cannot be honoured. This is raised before the first step.
         ImportError: torch or megatron-core is not installed.
     """
-    models = _models(model)
+    models = None if model is None else tuple(model) if isinstance(model, list | tuple) else (model,)
+    if models is not None and not (models and all(map(callable, models))):
+        raise ValueError(f"install_hooks: model {model!r} is neither a module nor a non-empty list of model chunks")
     if not isinstance(config, ProfileConfig):
         args = megatron_lm.arguments() if config is None else config
         config = ProfileConfig.from_env() if args is None else config_from_args(args)
@@ -243,12 +245,3 @@ def _require(package: str) -> None:
             "pip install 'megaprof[train]'",
             name=missing.name,
         ) from None
-
-
-def _models(model: Any) -> tuple[Any, ...] | None:
-    if model is None:
-        return None
-    models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
-    if not models or not all(callable(chunk) for chunk in models):
-        raise ValueError(f"install_hooks: model {model!r} is neither a module nor a non-empty list of model chunks")
-    return tuple(models)

@@ -230,17 +230,14 @@ class TorchRecorder:
 
 
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
-    """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows."""
-    return [_ACTIVITIES[activity] for activity in config.activities if activity != "cuda" or _cuda()]
+    """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows.
 
-
-def _cuda() -> bool:
-    """Returns whether CUDA activity can be recorded. Asking Kineto for it without a device prints a warning per window.
-
-    Kineto must have been built with it. And the process must have initialised CUDA already: otherwise the profiler's
-    synchronisation at the end of a window would do so, for example in a CPU actor on a GPU machine.
+    Asking Kineto for CUDA activity without a device prints a warning per window. Kineto must have been built with it.
+    And the process must have initialised CUDA already: otherwise the profiler's synchronisation at the end of a window
+    would do so, for example in a CPU actor on a GPU machine.
     """
-    return torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
+    return [_ACTIVITIES[activity] for activity in config.activities if activity != "cuda" or cuda]
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:
