@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.hang import Hang
 from megaprof.analysis.merge import MergeAnswer
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report import report

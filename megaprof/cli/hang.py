@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaprof.analysis.collectives.hang import Hang, hang_of
+from megaprof.analysis.hang import Hang, hang_of
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.cli import UNWELL, print_json, say
 from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.collectives.hang import Hang, hang_of_job
 from megaprof.analysis.fleet.fleet import stood_still_in
+from megaprof.analysis.hang import Hang, hang_of_job
 from megaprof.analysis.report.tables import Cell, Column, TableView, stacked, table
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.words import ago, capital, counted, number, percent, ranks, ratio, sentence, stages

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.analysis.words import number, percent, ranks

@@ -58,7 +58,7 @@ def began(there: Flags) -> int | None:
 
 class Waits:
     """The graph of who waits for whom, from where the ranks are in the schedule (`control.blame`), or from what they
-    have called (`analysis.collectives.hang`)."""
+    have called (`analysis.hang`)."""
 
     def __init__(self, waits_for: Mapping[int, Collection[int]]) -> None:
         """`waits_for`: the ranks that a rank waits for directly, by rank."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.hang import Hang
 from megaprof.analysis.report.text.causes import in_brief
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.cli import FAILED, UNWELL, main

@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from megaprof.analysis.collectives.hang import hang_of
+from megaprof.analysis.hang import hang_of
 from megaprof.analysis.report.report import analyze
 from megaprof.cli.what_if import answer_to
 from megaprof.formats.phrases import Unanswerable

@@ -18,7 +18,7 @@ from typing import Any
 
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis import fuzzing
-from tests.analysis.collectives.test_hang import dump, entry
+from tests.analysis.hang.test_hang import dump, entry
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.stages import Basis, TargetStages
 from megaprof.analysis.fleet.fleet import EXCESS, LASTING_STEPS, Fleet, Shift
+from megaprof.analysis.hang import Awaited, Culprit, Hang, Why
 from megaprof.analysis.table.iterations import Iterations
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.words import (

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megaprof.analysis.collectives.hang import Hang, hang_of, hang_of_job
+from megaprof.analysis.hang import Hang, hang_of, hang_of_job
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.formats.flight import Entry, Flight
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.recorders import flight
-from tests.analysis.collectives.recorded import Call, Rank, dumps_of, pipelines, run
-from tests.analysis.collectives.test_hang import who
+from tests.analysis.hang.recorded import Call, Rank, dumps_of, pipelines, run
+from tests.analysis.hang.test_hang import who
 
 ONE_F_ONE_B = PipelineSchedule.checked(4, 1, 6)
 INTERLEAVED = PipelineSchedule.checked(3, 2, 3, group_size=3)

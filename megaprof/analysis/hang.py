@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.dumps import ENDING, Dump, Operation, dump_of, read_dump
+from megaprof.analysis.dumps import ENDING, Dump, Operation, dump_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 from megaprof.formats.job import Standing, Standstill

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megaprof.analysis.collectives.dumps import read_dump
-from megaprof.analysis.collectives.hang import Hang, hang_of
+from megaprof.analysis.dumps import read_dump
+from megaprof.analysis.hang import Hang, hang_of
 from megaprof.cli import main
 from megaprof.formats.phrases import Unanswerable
 from megaprof.testing import init_distributed, run_ranks

@@ -1,1 +1,0 @@
-"""Collectives of a whole job, rank by rank, from torch's flight recorder."""
