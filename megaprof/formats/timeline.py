@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from megaprof.formats.facts import Amount, Moment, Share, unpack
+from megaprof.formats import codes
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
 SUFFIX = ".timeline.bin"
-MAGIC = b"MEGATL02"
+MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: Kinds of facts about a step.
 WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED, HOST_BOUND, DATA, BETWEEN, MODULES = range(1, 11)
@@ -75,8 +77,11 @@ _LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it
 _MOST_EVENTS = 1 << 18
 #: No record is longer: a longer one is damaged.
 _LONGEST_RECORD = 1 << 26
+_MOST_BYTES = 1 << 62
 MOST_NUMBERS = 1 << 16
 _FACT = struct.Struct("<IB")
+_MEMORY = struct.Struct("<QQQ")
+_WAITED = struct.Struct("<iII")
 
 Microseconds = npt.NDArray[np.int64]
 
@@ -85,19 +90,42 @@ class Memory(NamedTuple):
     """The memory of a rank's device in a step, in bytes: what is allocated when it ends, the most so far, or since the
     host last reset torch's counter, and what the device has, 0 if that is not known."""
 
-    allocated: Amount
-    peak: Amount
-    capacity: Amount
+    allocated: int
+    peak: int
+    capacity: int
+
+    def pack(self) -> bytes:
+        """Returns its bytes for a file."""
+        return _MEMORY.pack(*self)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Memory | None:
+        """Reads bytes of a file; None if they are empty or impossible."""
+        memory = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
+        return (
+            memory if memory is not None and memory.allocated <= memory.peak < _MOST_BYTES > memory.capacity else None
+        )
 
 
 class Waited(NamedTuple):
     """The training thread's wait for a processor core within a span of time, in microseconds."""
 
-    start: Moment
+    start: int
     """Start of the span, relative to the step's start."""
-    length: Amount
-    waited: Amount
+    length: int
+    waited: int
     """The time that the thread waited in the span."""
+
+    def pack(self) -> bytes | None:
+        """Returns its bytes for a file; None for a span of more than half an hour, for which a file has no room."""
+        fits = -(1 << 31) <= self.start < 1 << 31 and 0 <= self.waited <= self.length <= _LONGEST
+        return _WAITED.pack(*self) if fits else None
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Waited | None:
+        """Reads bytes of a file; None if they are empty or impossible."""
+        waited = cls(*_WAITED.unpack(payload)) if len(payload) == _WAITED.size else None
+        return waited if waited is not None and waited.waited <= waited.length else None
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
@@ -166,6 +194,7 @@ def _differences(times: Microseconds) -> Microseconds:
 class Timeline:
     """A file that was read; every record in it is checked."""
 
+    path: Path
     metadata: tuple[Metadata, ...]
     """The metadata of its steps, by the numbers that these refer to."""
     shapes: tuple[npt.NDArray[np.int64], ...]
@@ -175,9 +204,11 @@ class Timeline:
     damage: str | None
     """Why reading stopped before the end of the file; None if it did not."""
     _data: bytes
-    """The file."""
-    _times: npt.NDArray[np.int64]
-    """Where in ``_data`` the times of each step begin and end; nowhere if they were not asked for."""
+    """The file; empty if times of events were not asked for."""
+    _runs: tuple[range, ...]
+    """Where in ``_data`` the times of each step are, for each run of consecutive records of one length."""
+    _ends: tuple[int, ...]
+    """The number of steps up to the end of each run."""
     _facts: Mapping[int, Mapping[int, bytes]]
     """Facts by their kind and by the step's position; empty if they were not asked for."""
 
@@ -200,7 +231,11 @@ class Timeline:
     def host_bound_passes(self, position: int) -> float | None:
         """Returns in which part of the passes of step ``steps[position]`` the GPU waited for its host, None if that is
         not known."""
-        return unpack(self.facts(HOST_BOUND).get(position, b""), Share)
+        bits, passes = (
+            self.facts(HOST_BOUND).get(position),
+            codes.are_passes(self.shapes[self.steps["shape"][position]]),
+        )
+        return min(1.0, int.from_bytes(bits, "little").bit_count() / max(int(passes.sum()), 1)) if bits else None
 
     def holding(self, kind: int) -> list[bytes]:
         """Returns, for a kind in ``HOLDING``, the fact that holds for every step: the last fact before or at that step,
@@ -219,11 +254,19 @@ class Timeline:
         ends, ``[step, event, 2]``, in microseconds since the step's start. Events may be damaged or missing."""
         count = self.shapes[self.steps["shape"][positions[0]]].size
         size = 1 + 4 * count if count else 0
-        begin, end = self._times[positions].T
+        tails = []
+        for position in positions:
+            tail, number = b"", bisect_right(self._ends, position)
+            if number < len(self._ends):
+                run = self._runs[number]
+                begin = run[position - self._ends[number]]
+                tail = self._data[begin : begin + run.step - _STEP.size - _CHECK.size]
+            tails.append(tail)
         is_complete = self.steps["flags"][positions] & INCOMPLETE == 0
-        present_positions = np.flatnonzero(is_complete & (end - begin == size))
-        data = np.frombuffer(self._data, dtype=np.uint8)
-        packed = data[begin[present_positions, None] + np.arange(size)]
+        present_positions = np.flatnonzero(is_complete & [len(tail) == size for tail in tails])
+        packed = np.frombuffer(
+            b"".join([tails[index] for index in present_positions.tolist()]), dtype=np.uint8
+        ).reshape(len(present_positions), size)
         times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(present_positions), count, 2)
         np.cumsum(times[..., 0], axis=1, out=times[..., 0])
         times[..., 1] += times[..., 0]
@@ -235,7 +278,12 @@ class Timeline:
 
 
 class UnreadableTimeline(Exception):
-    """A file is no timeline, or cannot be read; the message completes "<path>: ..."."""
+    """A file is no timeline, or cannot be read; ``reason`` completes "<path>: ..."."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
 
 
 def read_timeline(path: Path, *, events: bool = True) -> Timeline:
@@ -245,13 +293,13 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     try:
         data = read_input(path)
     except OSError as fault:
-        raise UnreadableTimeline(f"it cannot be read: {fault.strerror or fault}") from None
+        raise UnreadableTimeline(path, f"it cannot be read: {fault.strerror or fault}") from None
     if data[: len(MAGIC)] != MAGIC[: len(data)] or (data and len(data) < len(MAGIC)):
-        raise UnreadableTimeline("it is no timeline of megaprof's")
+        raise UnreadableTimeline(path, "it is no timeline of megaprof's")
     metadata: list[Metadata] = []
     shapes: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[Any]] = []
-    places: list[npt.NDArray[np.int64]] = []
+    runs: list[range] = []
     facts: dict[int, dict[int, bytes]] = {}
     damage = None
     position = len(MAGIC)
@@ -268,9 +316,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 refers = (block["metadata"] < len(metadata)) & (block["shape"] < len(shapes))
                 known = len(block) if refers.all() else int(refers.argmin())
                 blocks.append(block[:known])
-                if events:
-                    begins = np.arange(position, end, stride)[:known, None]
-                    places.append(begins + np.array((_STEP.size, stride - _CHECK.size)))
+                runs.append(range(position + _STEP.size, end, stride)[:known])
                 if known < len(block):
                     raise ValueError("a step refers to what is not there")
             elif kind == SHAPE and len(shapes) < MOST_NUMBERS:
@@ -291,16 +337,14 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     except ValueError as fault:
         damage = str(fault)
     except MemoryError:
-        raise UnreadableTimeline("it does not fit into memory") from None
+        raise UnreadableTimeline(path, "it does not fit into memory") from None
     steps = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=STEP_TYPE), *blocks])
     is_impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
     is_impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
     if is_impossible.any():
         steps, damage = steps[: int(is_impossible.argmax())], "a step has an impossible number or time"
-    times = (
-        np.concatenate([np.empty((0, 2), dtype=np.int64), *places]) if events else np.zeros((len(steps), 2), np.int64)
-    )
-    return Timeline(tuple(metadata), tuple(shapes), steps, damage, data if events else b"", times, facts)
+    times = (data, tuple(runs), tuple(accumulate(map(len, runs)))) if events else (b"", (), ())
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, *times, facts)
 
 
 def _end_of_run(data: bytes, position: int, stride: int) -> int:

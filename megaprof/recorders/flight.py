@@ -250,7 +250,7 @@ class Reading:
                 if new := {arrivals.group for arrivals in groups} - described:
                     described |= new
                     new_groups = {name: self._groups[name] for name in sorted(new)}
-                    yield place, format.GROUPS, msgspec.msgpack.encode(new_groups)
+                    yield place, format.GROUPS, msgspec.json.encode(new_groups)
                 yield place, format.COLLECTIVES, pack_arrivals(groups)
         if self._written and not whole and since:
             self._warn(

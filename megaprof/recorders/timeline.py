@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import msgpack
 
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import CALLS, pack_between, pack_data, pack_work, part_of_call
+from megaprof.formats.facts import CALLS, pack_between, pack_collections, pack_data, pack_work, part_of_call
 from megaprof.formats.job import BETWEEN, Position, Recent
 from megaprof.formats.ranges import WAITING
 from megaprof.parallel.topology import RankCoords
@@ -268,7 +267,8 @@ class TimelineRecorder:
             if waited is not None:
                 each = waited.waited / len(steps), waited.length / len(steps)
                 self._core_waits.extend([each] * len(steps))
-                packed.facts.append((format.WAITED, msgpack.encode(waited)))
+                if (payload := waited.pack()) is not None:
+                    packed.facts.append((format.WAITED, payload))
             chosen: list[PackedStep] = []
             for step, packed in steps:
                 if self._finished is None:
@@ -312,7 +312,7 @@ class TimelineRecorder:
         return steps
 
     def _packed(self, step: RecordedStep) -> PackedStep:
-        shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, math.nan
+        shape, times, totals, duration, host_bound = b"", b"", _NO_TIME, 0, np.empty(0, dtype=np.bool_)
         waits = step.waits
         if self._device is None:
             duration = (step.ended - step.began + 500) // 1000
@@ -326,21 +326,21 @@ class TimelineRecorder:
             else:
                 self._device.take_back([step.began, *step.marks, step.ended])
         if not step.flags & _UNUSUAL:
-            step.calls.took((duration, *totals), step.start_ns, host_bound)
+            share = host_bound.mean() if host_bound.size else math.nan
+            step.calls.took((duration, *totals), step.start_ns, share)
         complete = not step.flags & format.INCOMPLETE
         # Tensors of a step that the GPU may not have finished are not read.
         fetch = self._device.numbers if self._device is not None and complete else None
         facts = [(format.WORK, self._work(step.given, fetch))]
         if step.memory is not None:
-            facts.append((format.MEMORY, msgpack.encode(step.memory)))
-        if collected := self._collections.until(step.end_ns):
-            spans = [((begin - step.start_ns) // 1000, (end - step.start_ns) // 1000) for begin, end, _ in collected]
-            facts.append((format.COLLECTIONS, msgpack.encode(spans)))
+            facts.append((format.MEMORY, step.memory.pack()))
+        if collected := [(start, end) for start, end, _ in self._collections.until(step.end_ns)]:
+            facts.append((format.COLLECTIONS, pack_collections(collected, step.start_ns)))
         if step.between is not None:
             facts.append((format.BETWEEN, pack_between(_between(step))))
         step.calls.busy_until_ns = step.start_ns + 1000 * duration
-        if not math.isnan(host_bound):
-            facts.append((format.HOST_BOUND, msgpack.encode(host_bound)))
+        if host_bound.size:
+            facts.append((format.HOST_BOUND, np.packbits(host_bound, bitorder="little").tobytes()))
         if waits and complete:
             facts.append((format.DATA, pack_data(waits)))
         begun = min(step.index, 0xFFFF), step.flags, step.number, step.start_ns
@@ -391,24 +391,24 @@ class TimelineRecorder:
         return metadata
 
 
-def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, float, list[Wait]]:
-    """Returns the microseconds that the step took on the GPU, its packed events, in which part of its passes the GPU
-    waited for the host (NaN without any), and its waits for data: the time in which the GPU waited, too, because it
-    came to the forward, and had no other work. Raises RuntimeError or ValueError if its marks are not in order."""
+def _timed(step: RecordedStep, device: DeviceClock) -> tuple[int, Packed, npt.NDArray[np.bool_], list[Wait]]:
+    """Returns the microseconds that the step took on the GPU, its packed events, whether the GPU waited for the host in
+    each of its passes, and its waits for data: the time in which the GPU waited, too, because it came to the forward,
+    and had no other work. Raises RuntimeError or ValueError if its marks are not in order."""
     marks = list({id(mark): mark for mark in (step.began, *step.marks, step.ended)}.values())
     came_us = {id(mark): device.microseconds(step.began, mark) for mark in marks}
     late_us = dict(zip(came_us, device.late_us(marks), strict=True))
     events = _events(step).copy()
     events[:, 1:] = np.reshape([1000 * came_us[id(mark)] for mark in step.marks], (-1, 2))
     at_once = np.array([late_us[id(mark)] <= AT_ONCE_US for mark in step.marks], dtype=np.bool_)
-    passes, waits = (at_once[::2] & at_once[1::2])[codes.are_passes(events[:, 0])], step.waits
+    host_bound, waits = (at_once[::2] & at_once[1::2])[codes.are_passes(events[:, 0])], step.waits
     if waits:
         kinds = events[:, 0] & codes.KIND_MASK
         forwards = np.flatnonzero((kinds == codes.FORWARD) | (kinds == codes.COMBINED)).tolist()
         first = [(events[i, 0] & _PLACE, step.marks[2 * i]) for i in forwards]
         came_ns = {int(place): mark.asked + 1000 * late_us[id(mark)] for place, mark in first}
         waits = [(code, min(max(start, came_ns.get(code & _PLACE, 0)), end), end) for code, start, end in waits]
-    return came_us[id(step.ended)], pack(events, 0), float(passes.mean()) if passes.size else math.nan, waits
+    return came_us[id(step.ended)], pack(events, 0), host_bound, waits
 
 
 def _between(step: RecordedStep) -> list[tuple[str, int]]:

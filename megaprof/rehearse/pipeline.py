@@ -267,10 +267,10 @@ def write(pipeline: Pipeline, directory: Path) -> None:
         for step, of_step in enumerate(np.rint(np.stack(totals, axis=-1)).astype(int).tolist()):
             records.append(format.step_record(0, 0, (0, flags, step, int(begins[step])), (*of_step, 0), packed[step]))
             if step == 0 and stage.memory is not None:
-                records.append(format.fact_record(step, format.MEMORY, msgspec.msgpack.encode(stage.memory)))
+                records.append(format.fact_record(step, format.MEMORY, stage.memory.pack()))
             if step == 0 and stage.layers:
                 usual_ns = 1e6 * np.median((pipeline.ends - pipeline.starts)[:, number], axis=(0, -1))
                 layers = [(key, round(part * usual_ns[chunk, kind])) for key, chunk, kind, part in stage.layers]
-                records.append(format.fact_record(step, format.MODULES, msgspec.msgpack.encode(layers)))
+                records.append(format.fact_record(step, format.MODULES, msgspec.json.encode(layers)))
         name = artifact_name("timeline", None, 0, metadata.coords, format.SUFFIX)
         (directory / name).write_bytes(b"".join(records))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from msgspec import msgpack
 from msgspec.structs import replace
 
 from megaprof.cli.look import View, cores_sentence
@@ -70,9 +69,9 @@ def test_a_job_with_a_directory_for_each_1024_ranks(tmp_path: Path) -> None:
 def test_since_when_a_gpu_waits_for_its_host(waits: range, step: int | None, tmp_path: Path) -> None:
     """In 12 of its 16 passes in the steps of ``waits``, in one in the others."""
     for path in write_timelines(tmp_path, LAYOUT, steps=40, device_clock=True):
-        shares = [msgpack.encode((12 if row in waits else 1) / 16) for row in range(40)]
+        bits = {True: b"\xff\x0f", False: b"\x01\x00"}
         with path.open("ab") as file:
-            file.write(b"".join(format.fact_record(row, format.HOST_BOUND, each) for row, each in enumerate(shares)))
+            file.write(b"".join(format.fact_record(row, format.HOST_BOUND, bits[row in waits]) for row in range(40)))
     assert look(tmp_path, host_bound=0.75).host_bound == HostBound((1,), 0.75, 2, since=step)
     assert look(tmp_path / "none", host_bound=0.75).host_bound == HostBound((1,), 0.75, 2)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import msgpack
 from msgspec.structs import replace
 
 from megaprof.cli import main
@@ -173,8 +172,8 @@ def test_status_says_since_when_gpus_wait_for_their_host(tmp_path: Path, capsys:
     job.begin()
     paths = write_timelines(tmp_path, job.layout, steps=20, start_ns=start_ns, device_clock=True)
     with paths[3].open("ab") as file:
-        shares = [0.75 if step >= 12 else 0.0 for step in range(20)]
-        file.write(b"".join(fact_record(row, HOST_BOUND, msgpack.encode(share)) for row, share in enumerate(shares)))
+        bits = ["ff0f" if step >= 12 else "0000" for step in range(20)]
+        file.write(b"".join(fact_record(row, HOST_BOUND, bytes.fromhex(each)) for row, each in enumerate(bits)))
     for rank in range(4):
         job.status(rank, recent=recent(100.0, 45.0) | {"host_bound_passes": 0.75 if rank > 1 else 0.125 * rank})
     _, found = as_json(job, capsys)

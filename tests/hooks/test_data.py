@@ -16,7 +16,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.table.table import DATA, Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import DataWaits, unpack
+from megaprof.formats.facts import unpack_data
 from megaprof.formats.ranges import DATA_WAIT
 from megaprof.hooks import dispatch
 from megaprof.hooks.schedules import Watched
@@ -56,7 +56,7 @@ def waits_in(directory: Path) -> dict[int, np.ndarray]:
     for path in directory.rglob("*" + format.SUFFIX):
         timeline = format.read_timeline(path)
         for row, payload in timeline.facts(format.DATA).items():
-            found[int(timeline.steps["step"][row])] = np.array(unpack(payload, DataWaits)).T / 1e3
+            found[int(timeline.steps["step"][row])] = unpack_data(payload) / 1e3  # type: ignore[operator]
     return found
 
 

@@ -11,7 +11,6 @@ import torch
 
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import unpack
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.analysis.tables import tables_in
 from tests.integration.test_capture import WORKLOADS, timelines, train
@@ -72,7 +71,7 @@ def share_a_core(directory: str) -> None:
 def test_a_rank_that_shares_its_core_is_known_to_wait(tmp_path: Path) -> None:
     run_ranks(share_a_core, 2, str(tmp_path), timeout=240)
     read = timelines(tmp_path)
-    spans = [unpack(each, format.Waited) for each in read[1].facts(format.WAITED).values()]
+    spans = [format.Waited.unpack(each) for each in read[1].facts(format.WAITED).values()]
     assert spans
     known = [span for span in spans if span is not None]
     assert len(known) == len(spans)

@@ -146,6 +146,7 @@ def check(directory: Path, workload: GPTWorkload) -> None:
             assert found is not None
             assert found[0] == ("packed_seq_params" if packed else "shapes")
             assert np.array_equal(found[1], expected)
+            assert len(payload) == 1 + 16 * len(expected)
     if workload == REPLICAS:  # their steps may be one after the other, as nothing makes them begin together
         return
     (table,) = (each for key, each in tables_in(directory).items() if key.target == "train_actor")

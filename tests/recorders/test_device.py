@@ -15,7 +15,7 @@ import torch
 from megaprof import install_hooks
 from megaprof.analysis.report.report import analyze
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import DataWaits, unpack
+from megaprof.formats.facts import unpack_data
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import device, tape
@@ -115,7 +115,7 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, tmp_pat
     timeline = read_timeline(path)
     assert timeline.metadata[0].timeline == {"clock": "device"}
     assert list(timeline.facts(format.MEMORY)) == [0], "said once"
-    assert [unpack(each, format.Memory) for each in timeline.holding(format.MEMORY)] == [(3, 5, 7)] * 2
+    assert [format.Memory.unpack(each) for each in timeline.holding(format.MEMORY)] == [(3, 5, 7)] * 2
     found = events_of(timeline, 1)
     assert found is not None
     assert len(found.code) == 7
@@ -144,6 +144,13 @@ def test_an_event_begins_with_the_end_of_the_one_before(gpu: FakeGpu) -> None:
     assert all(mark.asked <= mark.own.host for mark in noted.marks)
 
 
+def host_bound(directory: Path) -> list[list[bool]]:
+    """For every step, whether the GPU waited for the host at both ends of each of its six passes."""
+    (path,) = directory.glob("*" + format.SUFFIX)
+    facts = read_timeline(path).facts(format.HOST_BOUND)
+    return [[bool(payload[0] >> number & 1) for number in range(6)] for _, payload in sorted(facts.items())]
+
+
 def test_where_the_gpu_comes_at_once_it_waits_for_its_host(
     one_rank: Any, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,8 +166,7 @@ def test_where_the_gpu_comes_at_once_it_waits_for_its_host(
         recent = recorded(handle).recent()
         assert recent is not None
         assert recent.host_bound_passes == 0.5
-    (path,) = tmp_path.glob("*" + format.SUFFIX)
-    assert [read_timeline(path).host_bound_passes(step) for step in range(2)] == [1.0, 0.0]
+    assert host_bound(tmp_path) == [[True] * 6, [False] * 6]
 
 
 def test_a_step_that_is_captured_is_not_recorded(one_rank: Any, gpu: FakeGpu, tmp_path: Path) -> None:
@@ -313,7 +319,8 @@ def test_a_gpu_that_has_work_does_not_wait_for_data(
         one_rank.train_step()
         recorded(handle).drain()
     (path,) = tmp_path.glob("*" + format.SUFFIX)
-    waits = sorted(read_timeline(path).facts(format.DATA).items())
-    (first,), (second,) = (unpack(payload, DataWaits) or ((),) for _, payload in waits)
-    assert min(first) >= 20_000 - 500
-    assert sum(second) < sum(first) / 2
+    first, second = (unpack_data(payload) for _, payload in sorted(read_timeline(path).facts(format.DATA).items()))
+    assert first is not None
+    assert second is not None
+    assert (first[:, 0] >= 20_000 - 500).all()
+    assert second.sum() < first.sum() / 2

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import Groups, unpack, unpack_arrivals
+from megaprof.formats.facts import Groups, unpack_arrivals, unpack_json
 from megaprof.formats.flight import Entry, Flight, GroupConfig
 from megaprof.formats.phrases import Unanswerable
 from megaprof.recorders import flight
@@ -122,7 +122,7 @@ def test_whole_steps_are_written_with_their_groups_once(monkeypatch: pytest.Monk
         (2, format.COLLECTIVES),
         (3, format.COLLECTIVES),
     ]
-    assert unpack(found[0][2], Groups) == {"1": GROUPS["1"]}
+    assert unpack_json(found[0][2], Groups) == {"1": GROUPS["1"]}
     (second,) = unpack_arrivals(found[1][2])
     assert [round(value / 1e6, 3) for value in second.values.tolist()] == [*map(float, range(9))]
     assert second.numbers.tolist() == [13 + i for i in range(9)]

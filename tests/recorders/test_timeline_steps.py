@@ -63,7 +63,7 @@ def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path, at_once: in
     read = [read_timeline(path) for path in paths]
     steps = [int(step["step"]) for timeline in read for step in timeline.steps]
     assert steps == list(range(steps[0], 3000))
-    assert all(f"step{each.steps['step'][0]:06}" in path.name for path, each in zip(paths, read, strict=True))
+    assert [f"step{read.steps['step'][0]:06}" in read.path.name for read in read] == [True] * len(read)
     assert all(timeline.metadata and timeline.shapes and timeline.damage is None for timeline in read)
     assert timeline.steps_lost == 0
 

@@ -6,7 +6,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from msgspec import msgpack
 from rich.console import Console
 
 from megaprof.analysis.samples import Interval
@@ -210,7 +209,7 @@ def ran(directory: Path, layers: tuple[int, ...]) -> tuple[int, ...]:
     peaks = layers[0] * 4 * GIB, layers[1] * 3 * GIB
     for file, held, peak in zip(files, layers, peaks, strict=True):
         memory = Memory(2 * held * GIB, peak, 80 * GIB)
-        file.write_bytes(file.read_bytes() + format.fact_record(0, format.MEMORY, msgpack.encode(memory)))
+        file.write_bytes(file.read_bytes() + format.fact_record(0, format.MEMORY, memory.pack()))
     return peaks
 
 

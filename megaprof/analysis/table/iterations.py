@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import PARTS, Between, DataWaits, part_of_call, unpack
+from megaprof.formats.facts import PARTS, part_of_call, unpack_between, unpack_data, unpack_spans
 from megaprof.formats.ranges import WAITING
 
 _LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
@@ -88,12 +88,7 @@ def _iterations(
     if len(first) < 2:
         return None
     before = [facts.get(row) for row in rows.tolist()]
-    between = np.zeros((len(rows), len(PARTS)))
-    for call, payload in enumerate(before):
-        in_turn = unpack(payload or b"", Between) or []
-        for number, us in zip(in_turn[::2], in_turn[1::2], strict=False):
-            if 0 < number <= len(PARTS):
-                between[call, number - 1] += us / 1e3
+    between = unpack_between([payload or b"" for payload in before])
     known = np.array([before[call] is not None for call in first[1:]]) & (np.diff(steps["step"][first]) == 1)
     begin = between[first, PARTS.index(ROLLOUT)] > 0.0
     if begin.any():
@@ -119,8 +114,8 @@ def parts_of(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> Parts:
     steps, (first, whole, between) = timeline.steps[rows], found
     waits_us = np.zeros(len(timeline.steps))
     for row, payload in timeline.facts(format.DATA).items():
-        if row < len(waits_us):
-            waits_us[row] = sum(map(sum, unpack(payload, DataWaits) or ()))
+        if row < len(waits_us) and (waits := unpack_data(payload)) is not None:
+            waits_us[row] = waits.sum()
 
     def sums(us: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.asarray(np.add.reduceat(us, first)[:-1][whole] / 1e3)
@@ -165,12 +160,8 @@ def spans_of(files: OneRank, begin: int, end: int) -> list[tuple[str, int, int]]
         near = slice(max(int(starts.searchsorted(begin, "right")) - 1, 0), int(starts.searchsorted(end)) + 1)
         for row, step in zip(rows[near].tolist(), timeline.steps[rows[near]], strict=True):
             metadata, start = timeline.metadata[step["metadata"]], int(step["start_ns"])
-            found.append((part_of_call(metadata.target, metadata.role), start, start + 1000 * int(step["duration"])))
-            in_turn = unpack(facts.get(row, b""), Between) or []
-            for number, us in zip(in_turn[-2::-2], in_turn[::-2], strict=False):
-                start, end_of_part = start - 1000 * us, start
-                if 0 < number <= len(PARTS):
-                    found.append((PARTS[number - 1], start, end_of_part))
+            own = part_of_call(metadata.target, metadata.role), start, start + 1000 * int(step["duration"])
+            found += [own, *unpack_spans(facts.get(row, b""), start)]
     spans, at = list[tuple[str, int, int]](), begin
     for part, *times in sorted(found, key=itemgetter(1)):
         since, until = (min(max(time, at), end) for time in times)

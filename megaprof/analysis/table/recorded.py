@@ -36,20 +36,20 @@ from megaprof.analysis.table.tabulate import (
 )
 from megaprof.analysis.trace.columns import Numbers
 from megaprof.analysis.trace.groups import INSIDE, axis_of, parallel_of, ranks_of
-from megaprof.analysis.trace.intervals import covered, intervals, union
+from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.reading import Timelines, Workers, in_processes
 from megaprof.analysis.trace.steps import ModuleKey, grouped, ids_of
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import (
     Arrivals,
-    Collected,
-    DataWaits,
     Groups,
     Modules,
     kept,
-    unpack,
     unpack_arrivals,
+    unpack_collections,
+    unpack_data,
+    unpack_json,
     unpack_work,
 )
 from megaprof.formats.metadata import Metadata
@@ -263,20 +263,19 @@ def _laid_out(
         groups = {
             name: (axis, name, ranks_of(group.ranks) or ())
             for listed in timeline.facts(format.GROUPS).values()
-            for name, group in (unpack(listed, Groups) or {}).items()
+            for name, group in unpack_json(listed, Groups).items()
             if (axis := axis_of(group.desc)) in INSIDE
         }
         for t, row in zip(places_here.tolist(), rows.tolist(), strict=True):
-            if (held := unpack(memories[row], format.Memory)) is not None and held.allocated <= held.peak:
-                memory.append(held)
+            if (allocated := format.Memory.unpack(memories[row])) is not None:
+                memory.append(allocated)
             if (step_work := unpack_work(works[row])) is not None and len(step_work[1]) == shape[3]:
                 lengths_from, work[t] = step_work
             if (host_bound := timeline.host_bound_passes(row)) is not None:
                 host_passes[t] = host_bound
-            if (waits := unpack(timeline.facts(format.DATA).get(row, b""), DataWaits)) is not None:
-                loads = True
-                for chunk, of_chunk in enumerate(waits[: shape[1]]):
-                    loading_ms[t, chunk, 0, : len(of_chunk)] = np.array(of_chunk[: shape[3]]) / 1e3
+            if (data := unpack_data(timeline.facts(format.DATA).get(row, b""))) is not None:
+                loads, of_chunks = True, data[: shape[3], : shape[1]].T
+                loading_ms[t, : len(of_chunks), 0, : of_chunks.shape[1]] = of_chunks / 1e3
             arrivals = unpack_arrivals(timeline.facts(format.COLLECTIVES).get(row, b""))
             if known := {groups[each.group]: each for each in arrivals if each.group in groups}:
                 came[int(numbers[t])] = known
@@ -298,8 +297,7 @@ def _laid_out(
             for index, t in enumerate(table_rows[:, 0].tolist()):
                 if payload := timeline.facts(format.COLLECTIONS).get(int(row_of[t])):
                     spans = np.stack((begin_us[index], end_us[index]), axis=-1).astype(np.int64)
-                    collections = union(intervals(unpack(payload, Collected) or ()))
-                    collected_ms[(t, *places)] = covered(collections, spans) / 1e3
+                    collected_ms[(t, *places)] = covered(union(unpack_collections(payload)), spans) / 1e3
             if finalizing.any():
                 reduced[table_rows[:, 0]] = entered_ms[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     if device and collected_ms.any():  # the GPU may have had enough work meanwhile
@@ -310,7 +308,7 @@ def _laid_out(
     metadata = timeline.metadata[int(timeline.steps["metadata"][row_of[-1]])]
     modules = dict[ModuleKey, tuple[int, ...]]()
     for payload in timeline.facts(format.MODULES).values():
-        modules |= {ModuleKey(*module): (ns,) for module, ns in unpack(payload, Modules) or ()}
+        modules |= {ModuleKey(*module): (ns,) for module, ns in unpack_json(payload, Modules)}
     # A combined pass computes during its collectives on purpose.
     axes = () if schedule.combined else INSIDE
     usual_ms = list(zip(numbers.tolist(), _usual_pass(start, end), strict=True))
@@ -358,8 +356,8 @@ def _core_waits(timeline: format.Timeline, rows: Numbers) -> Floats:
     begin_ms[1:] = np.minimum(begin_ms[1:], end_ms[:-1])
     begin_ms, end_ms, waits_ms = begin_ms[rows], end_ms[rows], np.zeros(len(rows))
     for row, payload in timeline.facts(format.WAITED).items():
-        span = unpack(payload, format.Waited)
-        if span is not None and 0 < span.length >= span.waited and row < len(timeline.steps):
+        span = format.Waited.unpack(payload)
+        if span is not None and span.length and row < len(timeline.steps):
             since_ms = timeline.steps["start_ns"][row] / 1e6 + span.start / 1e3
             inside_ms = np.minimum(end_ms, since_ms + span.length / 1e3) - np.maximum(begin_ms, since_ms)
             waits_ms += np.maximum(inside_ms, 0.0) * span.waited / span.length

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import msgpack
 
 from megaprof.analysis.diagnosis.stages import averages
 from megaprof.analysis.report.report import TargetReport, analyze
@@ -95,14 +94,13 @@ def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path)
 
 
 def test_stages_whose_gpu_waits_for_its_host_are_said(tmp_path: Path) -> None:
-    """In three quarters of its passes on stage 2, in an eighth of them on stage 0; the other files do not say."""
-    host_bound = {0: 0.125, 2: 0.75}
+    """In three quarters of its 16 passes on stage 2, in an eighth of them on stage 0; the other files do not say."""
+    host_bound = {0: b"\x03\x00", 2: b"\xff\x0f"}
     for path in write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True):
         timeline = format.read_timeline(path)
-        if (share := host_bound.get(timeline.metadata[0].coords.pp)) is not None:
-            fact = msgpack.encode(share)
+        if (bits := host_bound.get(timeline.metadata[0].coords.pp)) is not None:
             with path.open("ab") as file:
-                file.write(b"".join(format.fact_record(row, format.HOST_BOUND, fact) for row in range(10, 40)))
+                file.write(b"".join(format.fact_record(row, format.HOST_BOUND, bits) for row in range(10, 40)))
     (target,) = analyze(tmp_path).targets
     assert [stage.host_bound_passes for stage in target.stages] == [0.125, None, 0.75, None]
     said = [(note.stages, note.factor, note.steps) for note in target.warnings if note.kind == "waits_for_host"]
@@ -112,8 +110,8 @@ def test_stages_whose_gpu_waits_for_its_host_are_said(tmp_path: Path) -> None:
 def test_a_stage_whose_gpu_waits_for_its_host_from_a_step_on_is_said_with_that_step(tmp_path: Path) -> None:
     path = write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True)[-1]
     with path.open("ab") as file:
-        shares = [msgpack.encode(1.0 if row >= 24 else 0.0625) for row in range(40)]
-        file.write(b"".join(format.fact_record(row, format.HOST_BOUND, each) for row, each in enumerate(shares)))
+        bits = [b"\xff\xff" if row >= 24 else b"\x00\x01" for row in range(40)]
+        file.write(b"".join(format.fact_record(row, format.HOST_BOUND, each) for row, each in enumerate(bits)))
     (target,) = analyze(tmp_path).targets
     (note,) = (note for note in target.warnings if note.kind == "waits_for_host")
     assert (note.factor, note.steps) == (1.0, (24,))

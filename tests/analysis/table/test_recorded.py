@@ -81,8 +81,7 @@ def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArr
     paths = write_timelines(directory, layout, steps=other.get("steps", 24), noise=0.01)
     for path in paths:
         timeline = read_timeline(path)
-        group = {"7": GroupConfig(GROUP[axis], "[0, 1]")}
-        facts = [format.fact_record(0, format.GROUPS, msgspec.msgpack.encode(group))]
+        facts = [format.fact_record(0, format.GROUPS, msgspec.json.encode({"7": GroupConfig(GROUP[axis], "[0, 1]")}))]
         for row in range(len(timeline.steps)):
             own = values(timeline.metadata[0].coords.rank, row)
             if not len(own):

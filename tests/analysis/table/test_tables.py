@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import msgpack
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
@@ -348,11 +347,10 @@ def test_waits_of_finished_steps_do_not_depend_on_the_step_that_is_not_finished(
     steps["duration"][4] = 30_000_000
     # Read at the end of step 1, and one second after the end of step 3.
     readings = {1: format.Waited(-1_000_000, 2_000_000, 500_000), 3: format.Waited(-1_000_000, 3_000_000, 900_000)}
-    facts = {row: msgpack.encode(waited) for row, waited in readings.items()}
+    facts = {row: waited.pack() or b"" for row, waited in readings.items()}
     running, ended = (
         recorded._core_waits(
-            Timeline((), (), steps[:count], None, b"", np.empty((0, 2), np.int64), {format.WAITED: facts}),
-            range(4),
+            Timeline(Path(), (), (), steps[:count], None, b"", (), (), {format.WAITED: facts}), range(4)
         )
         for count in (4, 5)
     )

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import msgpack
 
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.facts import pack_data
+from megaprof.formats.facts import pack_collections, pack_data
 from megaprof.formats.names import artifact_name
 from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
@@ -288,13 +287,13 @@ def _timeline(rank: _Rank, directory: Path) -> None:
         for each in rank.done:
             if isinstance(each.what, Pass) and (ms := rank.collected(each.what, step)):
                 end = int(starts[step] + 1e6 * (each.end[step, rank.replica] - rank.enter[step]))
-                found = [((int(time) - int(starts[step])) // 1000) for time in (end - 1e6 * ms, end)]
-                out.append(format.fact_record(step, format.COLLECTIONS, msgpack.encode([found])))
+                found = pack_collections([(int(end - 1e6 * ms), end)], int(starts[step]))
+                out.append(format.fact_record(step, format.COLLECTIONS, found))
     for step in range(_READ - 1, one.steps, _READ) if one.counted else ():
         own = slice(step - _READ + 1, step + 1)
         since, until = int(starts[own][0]), int(starts[step]) + int(duration[step]) * 1000
         of = (since - int(starts[step])) // 1000, (until - since) // 1000, round(1000 * float(rank.waited[own].sum()))
-        out.append(format.fact_record(step, format.WAITED, msgpack.encode(of)))
+        out.append(format.fact_record(step, format.WAITED, format.Waited(*of).pack() or b""))
     path = directory / artifact_name("timeline", None, rank.numbers[0], rank.coords, format.SUFFIX)
     path.write_bytes(b"".join(out))
 
