@@ -128,11 +128,11 @@ def _show(result: rehearsal.Rehearsal, report: Report, out: Path) -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     """Prints whether the step of a real capture is inside the interval of ``--out``, and keeps its links."""
-    earlier, step, kept = rehearsal.compared(args.out, args.against)
+    predicted, step, kept = rehearsal.compared(args.out, args.against)
     with writing("--out", args.out), appearing(args.out / links.NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(kept), indent=1))
-    inside = "inside" if earlier.step_ms.holds(step.mean) else "outside"
-    print(f"Predicted: {words.within(earlier.step_ms)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
+    inside = "inside" if predicted.holds(step.mean) else "outside"
+    print(f"Predicted: {words.within(predicted)} ms, measured: {step.mean:.4g} ms, {inside} the interval.")
     print(f"Stage by stage: megaprof diff {args.out / rehearsal.PREDICTED} {args.against}")
     print(f"The measured links, for the next rehearsal: --links {args.out / links.NAME}")
     return 0

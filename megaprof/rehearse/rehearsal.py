@@ -232,19 +232,24 @@ def balanced(words: Sequence[str]) -> list[str]:
     return [*words, _BALANCED] if _EXPERTS in names and _BALANCED not in names else [*words]
 
 
-def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, Link]]:
-    """Returns the rehearsal in ``out``, the step of a real capture of the same job in ``directory``, and the links of
-    that: those of the rehearsal, as much slower or faster as transfers between stages were. Raises Unanswerable."""
+def compared(out: Path, directory: Path) -> tuple[Interval, Spread, dict[str, Link]]:
+    """Returns the step that the rehearsal in ``out`` predicts for the layout of a real capture of the same job in
+    ``directory``, the step of that, and its links: those of the rehearsal, as much slower or faster as transfers
+    between stages were. Raises Unanswerable."""
     try:
         rehearsal = msgspec.json.decode(read_input(out / NAME), type=Rehearsal)
     except (OSError, msgspec.MsgspecError) as fault:
         raise Unanswerable(f"{out}: no rehearsal is there: {fault}") from None
-    report = analyze(directory)
+    of_layouts = {rehearsal.what_if.layout: rehearsal.step_ms}
+    of_layouts |= {each.layout: each.step_ms for each in rehearsal.what_if.candidates if each.layout is not None}
+    report, sizes = analyze(directory), replace(rehearsal.sizes, vpp=1)
     for target, run in zip(report.targets, report.by_hand, strict=True):
-        if target.sizes == rehearsal.sizes and run is not None and target.step_time_ms is not None:
+        if replace(target.sizes, vpp=1) == sizes and run is not None and target.step_time_ms is not None:
             break
     else:
-        raise Unanswerable(f"{directory}: no capture of a job with {rehearsal.sizes} whose passes are known")
+        raise Unanswerable(f"{directory}: no capture of a job with {sizes} whose passes are known")
+    if (step_ms := of_layouts.get(target.what_if.layout)) is None:
+        raise Unanswerable(f"{directory}: no step was predicted for its layout, {target.what_if.layout}")
     # A capture shows a transfer together with what its receiver does until the next pass, which stages alone do, too.
     runs = (each for each in (run, *analyze(out / PREDICTED).by_hand) if each is not None)
     took, predicted = (np.median(each.baseline.view.link, axis=(0, 1)) for each in runs)
@@ -254,4 +259,4 @@ def compared(out: Path, directory: Path) -> tuple[Rehearsal, Spread, dict[str, L
         expected = [link.ms("send", rehearsal.sent_bytes[number], 2)[0] for number in at]
         by = max(1.0 + float(np.median((took - predicted)[at] / expected)), 1e-3)
         kept[link.name] = Link(link.name, link.bandwidth / by, link.latency * by, "measured", source)
-    return rehearsal, target.step_time_ms, kept
+    return step_ms, target.step_time_ms, kept

@@ -89,6 +89,17 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
     assert kept["gloo"]["known"] == "measured"
     assert "real" in kept["gloo"]["source"]
 
+    # As if these had been another layout's stages: a capture is compared with the prediction for its own layout.
+    file, layout = tmp_path / "out" / "rehearsal.json", found["what_if"]["layout"]
+    found["what_if"]["layout"] = "E|tttL"
+    file.write_text(json.dumps(found))
+    against = megaprof("rehearse", "--out", tmp_path / "out", "--against", tmp_path / "real")
+    assert (against.returncode, against.stderr.count("\n"), layout in against.stderr) == (FAILED, 1, True)
+    found["what_if"]["candidates"][0] |= {"layout": layout, "step_ms": {"value": 1.0, "low": 0.5, "high": 2.0}}
+    file.write_text(json.dumps(found))
+    against = megaprof("rehearse", "--out", tmp_path / "out", "--against", tmp_path / "real")
+    assert "outside the interval" in against.stdout
+
 
 @pytest.mark.slow
 def test_memory_is_what_all_ranks_allocate_and_another_layout_keeps_the_limit(tmp_path: Path) -> None:
