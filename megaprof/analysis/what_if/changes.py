@@ -329,16 +329,16 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
         passes = taken(costs, work[rows % len(work)]) * slow * longer[:, None, None, None, None, None]
         return replace(steps, replay=replay, passes=passes, exposed={}, held={EXCHANGE: np.zeros_like(passes)})
 
-    def gained_ms(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        before = laid(steps, costs, rows, sequences.work, steps.replay)
-        return before.step_ms - laid(steps, costs, rows, work, replay).step_ms
+    def as_captured(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
+        return laid(steps, costs, rows, sequences.work, steps.replay).step_ms
 
     estimated, drawn, every = sequences.costs[0], sequences.costs[1:], np.arange(len(run.table.length))
-    view, draws = (
-        laid(steps, estimated, rows, work, replay) for steps, rows in ((run.view, every), (run.draws, run.rows))
-    )
-    gains = gained_ms(run.view, estimated, every)
-    of_cost = gained_ms(run.draws, drawn, run.rows) - gained_ms(run.draws, estimated, run.rows)
+    view = laid(run.view, estimated, every, work, replay)
+    draws = laid(run.draws, estimated, run.rows, work, replay)
+    gains = as_captured(run.view, estimated, every) - view.step_ms
+    of_estimate = as_captured(run.draws, estimated, run.rows) - draws.step_ms
+    of_drawn = as_captured(run.draws, drawn, run.rows) - laid(run.draws, drawn, run.rows, work, replay).step_ms
+    of_cost = of_drawn - of_estimate
     n, mean = min(len(gains), len(work)), float(gains.mean())
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else OTHER_SEQUENCES * abs(mean)
     prediction, _ = gained(kind, run, gains, of_steps, of_cost, of_cost)
