@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "megaprof"
 #: A figure that is further below its bound must be lowered, so that nobody fills the gap again unseen.
 HANDFUL = {"lines": 20, "other": 5}
 #: Rooms whose numbers at module level decide what is said or done.
-DECIDING = ("analysis", "foreign", "tune", "metrics", "control")
+DECIDING = ("analysis", "foreign", "nsys", "tune", "metrics", "control")
 _DEFINITIONS = {ast.FunctionDef: "functions", ast.AsyncFunctionDef: "functions", ast.ClassDef: "classes"}
 _ARITHMETIC = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Tuple, ast.Name, ast.expr_context)
 

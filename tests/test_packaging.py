@@ -79,7 +79,7 @@ def test_what_is_imported_is_declared() -> None:
 def test_what_training_imports_comes_with_the_base_install_or_the_extra_train() -> None:
     packages = declared()
     known = {"megaprof", *sys.stdlib_module_names} | packages[""] | packages["train"]
-    reading = {"agents", "analysis", "cli", "demo", "export", "foreign", "rehearse", "tune", "ui"}
+    reading = {"agents", "analysis", "cli", "demo", "export", "foreign", "nsys", "rehearse", "tune", "ui"}
     missing = {(str(path), name) for path, name, at_once in imports() if at_once and name not in known}
     assert {each for each in missing if each[0].split("/")[1] not in reading} == set()
 

@@ -28,12 +28,11 @@ from megaprof.analysis.notes import Note, brief
 from megaprof.analysis.table.matching import Ends, ends_of, exchanged
 from megaprof.analysis.table.table import Unfit
 from megaprof.analysis.table.traced import jobs_of, table_of
-from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, Undecodable
 from megaprof.analysis.trace.reading import Runs, Timelines, read, recordings_in, runs_in, traces_in
 from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
-from megaprof.analysis.trace.traces import refusing
+from megaprof.analysis.trace.traces import NSYS_SUFFIXES, refusing
 from megaprof.formats import ranges
 from megaprof.formats.inputs import BrokenOff, unpacked
 from megaprof.formats.metadata import Metadata
@@ -427,7 +426,7 @@ def _choose(
     sources, timelines = recordings_in(source)
     for file in sources:
         # A file of nsys may hold several.
-        parsed = None if file.suffix in nsys.SUFFIXES else parse_artifact_name(file.name)
+        parsed = None if file.suffix in NSYS_SUFFIXES else parse_artifact_name(file.name)
         if parsed:
             name = StepName(parsed.target, parsed.role or "", parsed.step)
             captures.setdefault(name, []).append((file, parsed.place))

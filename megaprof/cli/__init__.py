@@ -35,7 +35,7 @@ COMMANDS = {
     "hang": ("cli.hang", "name the ranks that keep a job waiting, and the collective, from flight recorders"),
     "mcp": ("agents", "serve an agent through the Model Context Protocol"),
     "merge": ("cli.merge", "put all captured ranks of a step on one Perfetto timeline"),
-    "nsys": ("cli.nsys", "print the nsys command line to put before a training command"),
+    "nsys": ("nsys", "print the nsys command line to put before a training command"),
     "open": ("cli.open", "open a captured step in Perfetto's UI in the browser"),
     "rehearse": ("rehearse.cli", "predict the step and the memory of a whole job from one device"),
     "report": ("cli.report", "say which pipeline stage is slow, and why, from traces and timelines"),

@@ -1,6 +1,6 @@
 """The tools of CUDA beside the torch profiler.
 
-Nsight Systems runs around the process (`megaprof.cli.nsys`) and records while a capture range is open. It writes its
+Nsight Systems runs around the process (`megaprof.nsys`) and records while a capture range is open. It writes its
 own files. A ``.nsys.json`` per window carries the metadata that those cannot hold.
 
 CUDA's memory history is a snapshot per window, also of one that ends because the device runs out of memory. The files

@@ -25,8 +25,7 @@ from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.sentences import standstill_findings
-from megaprof.analysis.trace.nsys import REPORT, SQLITE
-from megaprof.analysis.trace.traces import TRACE_SUFFIXES
+from megaprof.analysis.trace.traces import REPORT, SQLITE, TRACE_SUFFIXES
 from megaprof.cli.look import last_stand
 from megaprof.formats import inputs
 from megaprof.formats.job import CONTROL, RUN, Standstill

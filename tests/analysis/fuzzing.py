@@ -20,9 +20,9 @@ from megaprof.formats.inputs import unpacked
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging
 from tests.analysis.job_timelines import write_timelines
-from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder
+from tests.nsys.written import write_nsys
 
 #: Values that stand where others belong.
 HOSTILE: tuple[Any, ...] = (

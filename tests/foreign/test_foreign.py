@@ -15,10 +15,10 @@ from megaprof.cli import main
 from megaprof.foreign import Foreign
 from megaprof.formats import inputs
 from megaprof.formats.phrases import Unanswerable
-from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder
 from tests.cli.running import check
+from tests.nsys.written import write_nsys
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -197,7 +197,7 @@ def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None
 
 def test_a_file_of_nsys_without_our_ranges(tmp_path: Path) -> None:
     write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
-    from tests.analysis.trace.test_nsys import as_nsys, edit
+    from tests.nsys.test_files import as_nsys, edit
 
     as_nsys(tmp_path / "kineto", tmp_path / "nsys")
     (tmp_path / "nsys").joinpath("x").mkdir()
@@ -219,7 +219,7 @@ def test_a_file_of_nsys_without_our_ranges(tmp_path: Path) -> None:
 )
 def test_a_file_of_nsys_has_the_steps_that_its_ranges_are_called_like(tmp_path: Path, name: str, steps: int) -> None:
     write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
-    from tests.analysis.trace.test_nsys import as_nsys, edit
+    from tests.nsys.test_files import as_nsys, edit
 
     as_nsys(tmp_path / "kineto", tmp_path / "nsys")
     for path in (tmp_path / "nsys").glob("*.json"):
@@ -254,7 +254,7 @@ def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest
 
 def test_only_what_a_viewer_reads_is_to_be_dragged_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
-    from tests.analysis.trace.test_nsys import as_nsys
+    from tests.nsys.test_files import as_nsys
 
     as_nsys(tmp_path / "kineto", tmp_path / "nsys")
     for name in ("kineto", "nsys"):

@@ -20,13 +20,13 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis import fuzzing
 from tests.analysis.hang.test_hang import dump, entry
 from tests.analysis.job_timelines import Slow, write_timelines
-from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw
 from tests.analysis.truth.pipelines import Priced
 from tests.foreign.test_foreign import Job
+from tests.nsys.written import write_nsys
 
 Input = Callable[[Path], Any]
 RECORDINGS = Path(__file__).with_name("recordings")

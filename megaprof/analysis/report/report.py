@@ -36,7 +36,6 @@ from megaprof.analysis.table.iterations import OF_RL, Iterations
 from megaprof.analysis.table.table import QUARTILE, Table, Unfit
 from megaprof.analysis.table.tabulate import warming_up
 from megaprof.analysis.table.traced import Job, jobs_of, tables
-from megaprof.analysis.trace.nsys import REPORT, SQLITE
 from megaprof.analysis.trace.reading import (
     OTHERS,
     Progress,
@@ -46,6 +45,7 @@ from megaprof.analysis.trace.reading import (
     recordings_in,
     runs_in,
 )
+from megaprof.analysis.trace.traces import REPORT, SQLITE
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats.inputs import files_below, place

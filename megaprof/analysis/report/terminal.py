@@ -18,7 +18,7 @@ from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.trace.nsys import REPORT, SQLITE
+from megaprof.analysis.trace.traces import REPORT, SQLITE
 from megaprof.analysis.words import counted, sentence, title, with_spread
 from megaprof.formats.phrases import printable
 

@@ -31,10 +31,11 @@ import numpy.typing as npt
 from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.nsys import SQLITE, SUFFIXES, NsysFile
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import (
     NOT_OURS,
+    NSYS_SUFFIXES,
+    SQLITE,
     TRACE_SUFFIXES,
     Trace,
     events_of,
@@ -60,9 +61,9 @@ _SHARE = 0.5
 #: single passes.
 _KEPT = 16 << 20
 #: The suffixes of all recordings.
-RECORDINGS = (*TRACE_SUFFIXES, *SUFFIXES, format.SUFFIX)
-#: The extra for recordings by others, which reads files that hold no step of ours.
-OTHERS = "megaprof.foreign"
+RECORDINGS = (*TRACE_SUFFIXES, *NSYS_SUFFIXES, format.SUFFIX)
+#: The extras that read files of Nsight Systems, and recordings by others: files that hold no step of ours.
+NSYS, OTHERS = "megaprof.nsys.files", "megaprof.foreign"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -96,7 +97,7 @@ def recordings_in(place: Path) -> tuple[list[Path], Timelines]:
     paths = [place] if place.is_file() else sorted(files_below(place, RECORDINGS), key=attrgetter("parts"))
     traces, exports, timelines = (
         [path for path in paths if path.name.endswith(suffixes)]
-        for suffixes in (TRACE_SUFFIXES, SUFFIXES, format.SUFFIX)
+        for suffixes in (TRACE_SUFFIXES, NSYS_SUFFIXES, format.SUFFIX)
     )
     exported = {path for path in exports if path.suffix == SQLITE}
     once = [path for path in exports if path in exported or path.with_suffix(SQLITE) not in exported]
@@ -110,8 +111,8 @@ def read(path: Path) -> Reading:
     traces, warnings = list[Trace](), list[Note]()
     try:
         with refusing():
-            if path.suffix in SUFFIXES:
-                file = NsysFile(path)
+            if path.suffix in NSYS_SUFFIXES:
+                file = import_module(NSYS).NsysFile(path)
                 events = file.processes
                 traces = file.traces()
             else:
@@ -135,10 +136,10 @@ def read(path: Path) -> Reading:
 
 def traces_in(path: Path) -> list[Trace]:
     """Returns the traces in a file, which may come from any tool. Raises Undecodable."""
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in NSYS_SUFFIXES:
         return [read_trace(path)]
     with refusing():
-        return NsysFile(path).traces()
+        return list(import_module(NSYS).NsysFile(path).traces())
 
 
 def read_all(paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:

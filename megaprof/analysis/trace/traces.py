@@ -35,6 +35,8 @@ from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, read_metadata
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
+#: Exports and reports of Nsight Systems.
+NSYS_SUFFIXES = SQLITE, REPORT = ".sqlite", ".nsys-rep"
 
 _COMMUNICATING = ("c10d::", COMMUNICATES)
 #: Top-level values that are read besides the events; the last one only in recordings by others.

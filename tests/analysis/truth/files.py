@@ -21,11 +21,11 @@ from megaprof.formats.names import artifact_name
 from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched, replayed
-from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth.pipelines import STALLED, Pipeline, Priced, Run, loads, numbers
 from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Exchange, Pass
 from tests.analysis.truth.simulation import Done, Times
+from tests.nsys.written import write_nsys
 
 START_NS = 1_790_000_000_000_000_000
 FIRST_STEP = 5

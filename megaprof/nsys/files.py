@@ -33,14 +33,13 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
-from megaprof.analysis.trace.traces import Trace, TracedRange, names_a_step, within
+from megaprof.analysis.trace.traces import SQLITE, Trace, TracedRange, names_a_step, within
 from megaprof.formats import ranges
 from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
 from megaprof.formats.metadata import Metadata, read_sidecar, sidecars
 from megaprof.formats.names import parse_artifact_name, sanitise, temporary_path
 from megaprof.parallel.topology import AXES
 
-SUFFIXES = SQLITE, REPORT = ".sqlite", ".nsys-rep"
 _NO_RANGES = "it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx"
 _NO_METADATA = "no .nsys.json of its windows lies beside it: megaprof writes one for each into --profile-dir"
 #: What steps are called in recordings by others (GLOB).

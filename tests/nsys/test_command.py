@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megaprof.cli import main, nsys
+from megaprof import nsys
+from megaprof.cli import main
 from megaprof.config.options import ProfileConfig
 
 

@@ -18,9 +18,9 @@ from megaprof.analysis.trace.reading import recordings_in, traces_in
 from megaprof.cli import main
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.exchanging import exchanging
-from tests.analysis.nsys_files import write_document, write_nsys
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, kinds
+from tests.nsys.written import write_document, write_nsys
 
 
 def as_nsys(directory: Path, out: Path) -> None:
@@ -245,7 +245,7 @@ class TestRefused:
         assert "computed columns" in told(path)
 
     def test_a_query_that_never_ends(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import nsys as tables
+        from megaprof.nsys import files as tables
 
         path = sorted(stages.glob("*.sqlite"))[0]
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000)"
@@ -254,7 +254,7 @@ class TestRefused:
         assert "takes longer than any healthy file" in told(path)
 
     def test_more_rows_than_fit(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import nsys as tables
+        from megaprof.nsys import files as tables
 
         monkeypatch.setattr(tables, "_ROW_BYTES", 1 << 50)
         assert "more than 0 rows" in told(sorted(stages.glob("*.sqlite"))[0])

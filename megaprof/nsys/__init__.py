@@ -1,4 +1,5 @@
-"""``megaprof nsys``: prints the ``nsys profile ...`` to put in front of a training command.
+"""Nsight Systems. ``megaprof nsys`` prints the ``nsys profile ...`` to put in front of a training command. `files`
+reads what nsys recorded.
 
 Option names and values are those of ``nsys profile`` (Nsight Systems user guide, "CLI Profile Command Switch Options").
 """
