@@ -1,5 +1,5 @@
 /* The part of the timeline that runs for every microbatch. tape.py does the same in Python, for machines without a
- * compiler, except on the clock of a GPU. It explains what each class is for. The tests run both.
+ * compiler, and explains what each class is for. The tests run both.
  *
  * Why it is in C: between two passes the training computes for a millisecond, which evicts everything that a few Python
  * frames need from the caches. There a hook in Python takes 3 to 8 us, although it takes 0.5 us in a loop. For the same

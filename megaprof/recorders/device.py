@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,6 @@ def device_clock() -> DeviceClock | str | None:
     path = _loaded(library)
     if path is None:
         return f"{library} is not loaded in this process"
-    if Marker is None:
-        return "megaprof was built without a C compiler"
-    if getattr(torch._C, "_cuda_getCurrentRawStream", None) is None:
-        return f"torch {torch.__version__} does not say which stream is current"
     runtime = ctypes.CDLL(path)
     missing = [name for name in functions if not hasattr(runtime, name)]
     if missing:
@@ -97,9 +94,7 @@ class DeviceClock:
         self._pool: list[Any] = []
         self._copies: Any = None
         self._soonest: Any = None
-        addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (is_capturing, record))
-        current_stream = torch._C._cuda_getCurrentRawStream
-        self.mark: Callable[..., Any] = Marker(self._pool, self._new, current_stream, self._device, *addresses)
+        self.mark: Callable[..., Any] = self._mark
         """Records an event on the current stream and returns it; its ``asked`` is when the host called, in nanoseconds
         of the monotonic clock. If called with the mark that it made last, it returns that one, unless the stream is
         another one now. Returns None while a CUDA graph is captured on that stream, because the event would become part
@@ -107,6 +102,23 @@ class DeviceClock:
 
         It asks for the current stream every time, because Megatron works on several. That takes 0.1 us, whereas
         `torch.cuda.current_stream` would make a new object every time."""
+        current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        if Marker is not None and current_stream is not None:
+            addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (is_capturing, record))
+            self.mark = Marker(self._pool, self._new, current_stream, self._device, *addresses)
+
+    def _mark(self, last: Any = None) -> Any:
+        """Returns a mark in Python, where megaprof was built without a compiler: always another one than ``last``."""
+        if self._cuda.is_current_stream_capturing():
+            return None
+        asked = time.monotonic_ns()
+        if self._pool:  # only this thread takes events out
+            event = self._pool.pop()
+            event.record()
+        else:
+            event = self._new()
+        event.asked = asked
+        return event
 
     def _new(self) -> Any:
         """Returns a new event, already recorded: torch creates an event when it is recorded."""

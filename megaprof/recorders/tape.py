@@ -1,8 +1,8 @@
 """The tape takes the events of one step while the training thread records it. The gate is how hooks find it quickly.
 
 Every microbatch of an always-on run pays for the code in this file. So it exists twice: in C (`_tape.c`, built if there
-is a compiler) and in Python. ``IN_C`` says which one runs. Both do the same on the host's clock; only C has that of a
-GPU.
+is a compiler) and in Python. ``IN_C`` says which one runs. Both note the same. But where an event follows another at
+once, Python asks the clock of a GPU twice, and C once.
 
 The C part also contains the hooks themselves, for the usual case: a step is recorded and no window is open. A `Hook`
 looks at the process's `Gate`. Then it calls the hooked function at once, or notes its start and end on the gate's tape,
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -33,10 +34,17 @@ class PythonTape:
     tape holds no output tensor and no model.
     """
 
-    def __init__(self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: None = None) -> None:
-        """``chunks``: the model chunks in the order of the call. A ``clock`` is for the tape in C."""
+    def __init__(
+        self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[[], Any] | None = None
+    ) -> None:
+        """``chunks``: the model chunks in the order of the call. ``clock``: returns marks of its own kind (CUDA
+        events), or None when it cannot tell the time. Without one, the tape uses the host's clock in nanoseconds."""
         self.events = array("q")
-        """Code, start and end of each event in turn, in nanoseconds of the host's clock."""
+        """Code, start and end of each event in turn. With a ``clock``, times are 0 here and are in ``marks``."""
+        self.marks: list[Any] | None = None if clock is None else []
+        """Start and end of each event in turn, as the clock returned them. None: the host's clock is used."""
+        self.mark: Callable[[], Any] = clock or time.monotonic_ns
+        """Returns the time now, on this tape's clock."""
         self.now = 0
         """The code of the event that is open; 0 if none is."""
         self.forward: int | None = None
@@ -49,8 +57,8 @@ class PythonTape:
         its packed sequences, the boundaries with padding, and the version of the first tensor; or the position and a
         shape; or the position, ``MASK`` or ``POSITIONS`` (`formats.facts`), a tensor, and the number of tokens."""
         self.waits: list[tuple[int, int, int]] = []
-        """The waits for data: code, start and end, always on the host's clock. A GPU is not asked, because it does not
-        wait for data as long as it has other work."""
+        """The waits for data: code, start and end on the host's clock, whatever clock the tape has. A GPU is not asked,
+        because it does not wait for data as long as it has other work."""
         self._outer = 0  # the code of the event in which a wait for data is
         self._forward_only = forward_only
         self._chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(chunks)}
@@ -59,31 +67,31 @@ class PythonTape:
     def __len__(self) -> int:
         return len(self.events) // 3
 
-    def mark(self) -> int:
-        """Returns the time now, on this tape's clock."""
-        return time.monotonic_ns()
-
-    def begin(self, code: int, follows: bool) -> int:
+    def begin(self, code: int, follows: bool) -> Any:
         """Begins an event, and returns its mark. ``follows``: nothing runs between this event and the end of the one
-        before it, or the step's beginning. Then both have one mark on a GPU's clock."""
-        if code & codes.KIND_MASK == codes.DATA:
+        before it, or the step's beginning. Then both have one mark on a GPU's clock, in C."""
+        is_wait = code & codes.KIND_MASK == codes.DATA
+        if is_wait:
             self._outer = self.now
         self.now = code
-        return time.monotonic_ns()
+        return time.monotonic_ns() if is_wait else self.mark()
 
-    def end(self, code: int, start: int) -> None:
+    def end(self, code: int, start: Any) -> None:
         """Ends an event, and notes it."""
-        end = time.monotonic_ns()
         if code & codes.KIND_MASK == codes.DATA:
             self.now = self._outer
-            self.waits.append((code, start, end))
+            self.waits.append((code, start, time.monotonic_ns()))
         else:
             self.now = 0
-            self.add(code, start, end)
+            self.add(code, start, self.mark())
 
-    def add(self, code: int, start: int, end: int) -> None:
-        """Notes one event. ``start`` and ``end`` are marks."""
-        self.events.extend((code, start, end))
+    def add(self, code: int, start: Any, end: Any) -> None:
+        """Notes one event. ``start`` and ``end`` are marks. Without one of them, there is no event."""
+        if self.marks is None:
+            self.events.extend((code, start, end))
+        elif start is not None and end is not None:
+            self.events.extend((code, 0, 0))
+            self.marks.extend((start, end))
 
     def position(self, chunk: Any, microbatch: Any) -> int:
         """Notes that a forward of ``chunk`` starts, and returns its part of a code. An unknown field is 0."""

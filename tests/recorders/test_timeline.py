@@ -7,7 +7,6 @@ import gc
 import io
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -457,21 +456,6 @@ class FakeEvent:
         return float(end.number - self.number)
 
 
-def marker(pool: list[Any], make: Callable[[], Any], *_: Any) -> Callable[..., Any]:
-    """The clock in C, as far as these tests need it: every mark is an event of its own."""
-
-    def mark(last: Any = None) -> Any:
-        if pool:
-            event = pool.pop()
-            event.record()
-        else:
-            event = make()
-        event.asked = time.monotonic_ns()
-        return event
-
-    return mark
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange_mode(mode: Any) -> int:
@@ -482,8 +466,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the timeline synchronised"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(device, "Marker", marker)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    monkeypatch.setattr(device, "Marker", None)
     monkeypatch.setattr(recorder, "device_clock", lambda: device.DeviceClock(exchange_mode, None, None))
 
 
