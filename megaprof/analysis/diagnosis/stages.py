@@ -366,7 +366,7 @@ def _stage(place: tuple[int, int, int], table: Table) -> Stage:
     compute = working.sum(axis=(1, 2, 3))
     spent = {name: values[at_place] for name, values in table.spent.items()}
     beside = sum((np.nan_to_num(spent[name]) for name in _SPENT if name in spent), compute + table.reduction)
-    bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces)
+    bubble = np.maximum(length - beside, 0.0) * (sizes.pp > 1 or table.reduces or len(table.ranks) > 1)
     # If the GPU does not show what it computes after all passes, all of that time counts as communication.
     gradients = np.minimum(spent.get("gradients", 0.0), table.reduction) if table.reduces else table.reduction
     tail = np.full_like(table.reduction, np.nan) if table.waits_unseen else table.reduction - gradients

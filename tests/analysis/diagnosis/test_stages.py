@@ -149,23 +149,29 @@ class TestNumbers:
         assert (stage.bubble_ms.mean, stage.bubble_fraction) == (0, 0)
         assert stage.exposed_ms["pp"].mean == 0
 
-    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_are_as_long_as_the_longest(self, tmp_path):
+    @pytest.mark.parametrize("pp_size", [1, 2])
+    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_are_as_long_as_the_longest(
+        self, tmp_path, pp_size
+    ):
         # Replica 1 begins a second later, and takes twice as long.
         for dp, ms in enumerate((10, 20)):
-            for pp in range(2):
-                coords = {"rank": 2 * pp + dp, "dp": dp}
-                start = 1000 * dp + ms * pp
-                plain_stage(pp, 2, ms, 0, start=start, target="train_log_probs", sizes={"dp": 2}, coords=coords).write(
-                    tmp_path
+            for pp in range(pp_size):
+                coords, start = {"rank": 2 * pp + dp, "dp": dp}, 1000 * dp + ms * pp
+                trace = plain_stage(
+                    pp, pp_size, ms, 0, start=start, target="train_log_probs", sizes={"dp": 2}, coords=coords
                 )
+                trace.write(tmp_path)
         target = only(tmp_path)
         assert (target.step_time_basis, target.unjudgeable) == ("one_clock", None)
-        assert target.step_time_ms.mean == 100
-        assert [stage.ranks for stage in target.stages] == [(0,), (2,)]
-        assert [stage.bubble_ms.mean for stage in target.stages] == [60, 60], "they wait for the slower replica"
+        assert target.step_time_ms.mean == 60 + 20 * pp_size
+        assert [stage.ranks for stage in target.stages] == [(0,), (2,)][:pp_size]
+        for stage in target.stages:
+            assert stage.compute_ms.mean == 40
+            assert stage.bubble_ms.mean == 20 + 20 * pp_size, "they wait for the slower replica"
         (table,) = tables_in(tmp_path).values()
-        assert table.length.tolist() == [100]
-        assert table.entry.tolist() == [[[0, 10], [0, 20]]], "no rank enters late because its replica began later"
+        assert table.length.tolist() == [60 + 20 * pp_size]
+        late = [[[0, 10], [0, 20]], [[0], [0]]][pp_size == 1]
+        assert table.entry.tolist() == [late], "no rank enters late because its replica began later"
 
     def test_combined_passes_count_as_compute_and_are_not_split(self, tmp_path):
         trace = TraceBuilder(microbatches=2)

@@ -178,6 +178,22 @@ def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] 
     assert ("experts" in told) == blamed
 
 
+@pytest.mark.parametrize(
+    ("layers", "about", "said"),
+    [
+        (((2, 2), (1, 1)), {"stage": 0}, "Stage 0 holds 4 layers, and the other holds 2."),
+        (((2,), (2,), (1,)), {"stages": (0, 1)}, "Stages 0-1 hold 2 layers each, and the other holds 1."),
+        (((3, 1), (2, 2)), {"stages": (0, 1)}, "The layers are not spread evenly over the model chunks."),
+    ],
+)
+def test_layers_are_those_of_stages_or_if_these_are_equal_of_chunks(
+    layers: tuple[tuple[int, ...], ...], about: dict[str, Any], said: str
+) -> None:
+    chunks = [tuple(ChunkTimes(i, ModelChunk(layers=n), None, None) for i, n in enumerate(each)) for each in layers]
+    measured = replace(MEASURED, stages=tuple(Stage(pp=pp, ranks=(), chunks=each) for pp, each in enumerate(chunks)))
+    assert evidence.evidence(cause("layers", **about), measured) == said
+
+
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     few = cause("slow_forward", stage=1, price=Interval(9.0, -2.0, 20.0), more_steps=6)
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)

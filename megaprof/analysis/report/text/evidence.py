@@ -158,13 +158,13 @@ def _layers(cause: Cause, measured: TargetStages) -> str:
     most = cause.stages or (() if cause.stage is None else (cause.stage,))
     whole = {pp: sum(count or 0 for count in layers) for pp, layers in counts.items() if None not in layers}
     others = sorted({count for pp, count in whole.items() if pp not in most})
-    known = most and len(whole) == len(counts) and all(pp in whole for pp in most)
-    if not known or whole[most[0]] <= max(others, default=0):  # layers of several kinds count as what they take
+    # Layers of several kinds count as what they take; and of equal stages, it is the chunks that differ.
+    if not most or len(whole) < len(counts) or not others or whole[most[0]] <= others[-1]:
         return "The layers are not spread evenly over the model chunks."
     who = "the other holds" if len(whole) - len(most) == 1 else "the others hold"
-    against = f", and {who} {' to '.join(map(str, dict.fromkeys(others[:1] + others[-1:])))}" * bool(others)
+    than = " to ".join(map(str, dict.fromkeys(others[:1] + others[-1:])))
     hold, apiece = ("holds", "") if len(most) == 1 else ("hold", " each")
-    return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{apiece}{against}."
+    return f"{capital(stages(most))} {hold} {counted(whole[most[0]], 'layer')}{apiece}, and {who} {than}."
 
 
 def _ends(cause: Cause, measured: TargetStages) -> str:
