@@ -173,7 +173,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     counts, layers = (before.microbatches, after.microbatches), (_layers_by_kind(before), _layers_by_kind(after))
     alike = counts[0] is not None and counts[0] == counts[1]
     one_model = None in layers or layers[0] == layers[1]
-    same_work = one_model and (None in counts or alike)
+    same_work = one_model and (None in counts or alike) and before.sizes.dp == after.sizes.dp
     layer = _layer(before, after) if one_model else None
     predicted = one_model and alike and replace(before.sizes, vpp=1) == replace(after.sizes, vpp=1)
     causes = {}
@@ -338,7 +338,7 @@ def bound_clause(target: TargetDiff, bound: float) -> str:
     """Returns a clause that says whether a step is slower by more than ``bound``, how sure that is, and what moved."""
     step, more = target.step_time, f"more than {words.percent(bound)} slower"
     if not target.comparable:
-        return f"whether a step is {more} is not known: the steps of both captures do not do the same work"
+        return f"whether a step is {more} is not known: the steps do not do the same work or are not measured alike"
     if step.low is None or step.high is None:
         return f"whether a step is {more} is not certain: it takes three steps in each capture"
     ends = f"{words.percent(step.change, sign=True)}, between {words.percent(step.low, sign=True)} and "
@@ -391,7 +391,7 @@ def _notes(before: TargetReport, after: TargetReport, layers: Sequence[dict[str,
     for name in first:
         if first[name] != second[name]:
             old, new = (words.ABSENT if settings[name] is None else str(settings[name]) for settings in (first, second))
-            yield f"{name} {old} -> {new}: stages and steps do not do the same work"
+            yield f"{name} {old} -> {new}" + ": steps do not do the same work" * (name in ("microbatches", "dp"))
     if before.step_time_basis != after.step_time_basis:
         old, new = (BASES[side.step_time_basis] for side in (before, after))
         yield f"step times are not measured alike: {old}; {new}"

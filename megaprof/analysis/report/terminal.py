@@ -173,7 +173,7 @@ def tables(view: TableView, console: Console, most: int | None = None) -> Iterat
     title = view.title
     while rest:
         for count in range(len(rest), 0, -1):
-            made = _table(view, keys + rest[:count], most)
+            made = _table(view, keys + rest[:count], most, broken=view.keys if count == 1 else 0)
             if console.measure(made, options=unbounded).minimum <= console.width:
                 break
         if title:
@@ -182,7 +182,7 @@ def tables(view: TableView, console: Console, most: int | None = None) -> Iterat
         title, rest = f"{view.title.partition(' (')[0]}, continued", rest[count:]
 
 
-def _table(view: TableView, places: Sequence[int], most: int | None) -> Table:
+def _table(view: TableView, places: Sequence[int], most: int | None, broken: int = 0) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for place in places:
         column = view.columns[place]
@@ -191,7 +191,7 @@ def _table(view: TableView, places: Sequence[int], most: int | None) -> Table:
         head = text(column.name)
         if column.unit:
             head += text((", " if len(f"{column.name}, {column.unit}") <= width else "\n") + column.unit)
-        breaks = column.kind == "text"
+        breaks = column.kind == "text" or place < broken
         made.add_column(
             head,
             justify="right" if column.kind == "number" else "left",

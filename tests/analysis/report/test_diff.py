@@ -130,12 +130,21 @@ def test_a_slower_machine_is_not_taken_for_a_cause_that_costs_more_on_it(tmp_pat
     assert "no cause explains it" in text.bound_clause(target, 0.03)
 
 
-def test_steps_with_other_work_are_not_judged(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "note", "judged"),
+    [
+        ({"microbatches": 8}, "microbatches 4 -> 8: steps do not do the same work", False),
+        ({"sizes": {"dp": 2}}, "dp 1 -> 2: steps do not do the same work", False),
+        ({"sizes": {"tp": 2}}, "tp 1 -> 2", True),
+    ],
+)
+def test_steps_with_other_work_are_not_judged(tmp_path, other, note, judged):
     before = report(tmp_path / "a", [6, 2], steps=(1, 2, 3))
-    after = report(tmp_path / "b", [6, 2], steps=(1, 2, 3), microbatches=8)
+    after = report(tmp_path / "b", [6, 2], steps=(1, 2, 3), **other)
     target = only(compare(before, after))
-    assert target.slower_by(0.03) is None
-    assert "do not do the same work" in text.bound_clause(target, 0.03)
+    assert note in target.notes
+    assert target.comparable == (target.slower_by(0.03) is not None) == judged
+    assert ("do not do the same work" in text.bound_clause(target, 0.03)) != judged
 
 
 def test_more_microbatches_are_no_slower_stage(tmp_path):

@@ -28,6 +28,14 @@ def test_every_cell_is_shown_at_every_width_beside_what_its_row_is_about(columns
         assert [cell for each in lines if f"key{line}" in each for cell in cells[line] if cell in each] == cells[line]
 
 
+def test_a_number_is_whole_also_where_its_row_has_a_long_name() -> None:
+    columns = Column("part", "name"), Column("an iteration", unit="ms")
+    view = TableView("", columns, (row("exchanges and others", 170),))
+    printed = io.StringIO()
+    show_table(Console(file=printed, width=30), view)
+    assert {"an", "iteration", "ms", "170", "exchanges", "and", "others"} <= set(printed.getvalue().split())
+
+
 def test_names_from_files_are_text_in_every_cell() -> None:
     view = TableView("<b>", (Column("<i>", "text"), Column("[red]")), (row("<script>\x1b[31m", "[bold]1"),))
     printed = io.StringIO()
