@@ -120,9 +120,10 @@ class Listener:
         self._ousted = False
         self._request: Request | None = None
         self._obsolete_at = 0.0  # when the request may be removed, by the monotonic clock
-        #: When the rank last moved before the standstill that is written; None: nothing is written. At first 0: an
-        #: earlier run may have left a file.
+        #: When the rank last moved before the standstill that is written, and how long that had lasted then; None:
+        #: nothing is written. At first 0: an earlier run may have left a file.
         self._stood_since: float | None = 0.0
+        self._stood_for = 0.0
         # A world of exchanges alone is not checked: gloo keeps none.
         self._flight_checked = coords.rank > 0 or coords.sizes.world == coords.sizes.pp
         self._calls: dict[Key, deque[tuple[float, int]]] = {}  # when how many had begun
@@ -284,9 +285,9 @@ class Listener:
         self._write_in_flight(status)
 
     def _write_in_flight(self, status: RankStatus) -> None:
-        """Writes what the rank has in flight once it stands still, and removes that, or what an earlier run left, when
-        the rank moves: so all files there are of one standstill. `megaprof hang` reads them as it reads dumps of
-        torch's watchdog."""
+        """Writes what the rank has in flight when it stands still, and again when it has stood for twice as long,
+        because it may still have computed before. Removes that, or what an earlier run left, when the rank moves: so
+        all files there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
         if status.past_first_step and not self._flight_checked:
             self._flight_checked = True
             why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
@@ -297,7 +298,8 @@ class Listener:
             if not kept:
                 logger.warning("megaprof: if this job hangs, its collectives will not show why: %s", why)
         since = status.moved if not status.ended and is_stuck(status, status.time) else None
-        if since == self._stood_since:
+        stood_for = status.stuck(status.time)
+        if since == self._stood_since and (since is None or stood_for < 2 * self._stood_for):
             return
         *folders, file = names_of(COLLECTIVES, status.rank, self._coords.sizes.world)
         if since is None:
@@ -311,7 +313,7 @@ class Listener:
                 record = InFlight(run=status.run, rank=status.rank, entries=called, pg_config=groups)
                 with self._control.open(*folders, create=True) as folder:
                     write(folder, file, record)
-        self._stood_since = since
+        self._stood_since, self._stood_for = since, stood_for
 
     def _describe(self, *, ended: bool) -> RankStatus:
         """Returns the rank's status now."""

@@ -26,12 +26,13 @@ from megaprof.control.blame import Blame, WaitedFor
 from megaprof.control.directory import RunningJob
 from megaprof.control.listener import Listener
 from megaprof.control.request import new_request
+from megaprof.formats.flight import Entry
 from megaprof.formats.job import MOST_STEPS, Answer, Position, RankStatus, Recent, Request, RunRecord
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.recorders import register_recorder
+from megaprof.recorders import flight, register_recorder
 from megaprof.recorders.torch_profiler import TorchRecorder
 from megaprof.runtime.background import Background
 from tests.control import places
@@ -150,6 +151,27 @@ def test_a_rank_says_which_part_of_its_loop_it_is_in(job: Job) -> None:
     blame = Blame((0,), (WaitedFor(0, silent=False, gone=False, waiting=1, for_s=60.0),), 60.0, {})
     (standing,) = standings(job.run, {0: saving}, blame)
     assert (standing.rank, standing.phase) == (0, "saving")
+
+
+def test_a_rank_that_stands_still_writes_again_what_it_has_in_flight(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compute for long, with nothing in flight, and then wait: it stands in the same pass all the time."""
+    path = job.paths.root / "collectives" / "rank00000.json"
+    called: list[Entry] = []
+    monkeypatch.setattr(flight, "entries", lambda: [*called])
+    job.step(3)
+    job.listener.look()
+    began = time.time()
+    found = []
+    for seconds, groups in ((5, ""), (15, ""), (20, "a"), (35, "a"), (60, "ab")):
+        called[:] = [Entry((name, "TENSOR"), 1, "gloo:all_reduce", 0, "scheduled", False, 0) for name in groups]
+        monkeypatch.setattr(time, "time", lambda now=began + seconds: now)
+        job.listener.look()
+        written = json.loads(path.read_text()) if path.exists() else None
+        found.append(written and [entry["process_group"][0] for entry in written["entries"]])
+    assert found == [None, [], [], ["a"], ["a"]]
+    job.step()
+    job.listener.look()
+    assert not path.exists()
 
 
 def test_a_withdrawn_capture_does_not_wait_for_its_files(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_the_example_is_rehearsed_stage_by_stage(tmp_path: Path) -> None:
 def test_memory_is_what_all_ranks_allocate_and_another_layout_keeps_the_limit(tmp_path: Path) -> None:
     """Layers and their activations are counted (`job`): in each stage alone, and then in all ranks. Layers wait for a
     given time, so that one more on a stage is surely quicker than to recompute."""
-    words = ["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--memory", "2", "1"]
+    words = ["--num-layers", "3", "--pipeline-model-parallel-size", "2", "--memory", "2", "1", "--layer-ms", "30", "60"]
     command = [job.__file__, *words, "--decoder-first-pipeline-num-layers", "2"]
     options = ["--world", "2", "--steps", "3", "--memory-limit", "7GiB", "--json"]
     ended = as_a_user("rehearse", *options, "--out", tmp_path / "out", "--", *command)
