@@ -8,11 +8,13 @@ Every exchange is written down with its size.
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,8 @@ def arm() -> None:
     written = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     c10d, group = dist.distributed_c10d, _group(dist, written, Path(os.environ[VARIABLE]).parents[1] / "shapes")
     initialize, new_group = c10d.init_process_group, c10d.new_group
-
-    def created(options: Any, _: Any) -> Any:
-        return group(options.group_rank, options.global_ranks_in_group or range(options.group_size))
+    objects = (Path(os.environ[VARIABLE]).parents[1] / "objects").open("ab+")
+    objects.seek(0)
 
     def init_process_group(*_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
@@ -48,11 +49,25 @@ def arm() -> None:
     def no_store(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the program waits for its peers at a store of its own, and in a rehearsal there are none")
 
-    dist.Backend.register_backend(_NAME, created, extended_api=True, devices=["cpu", "cuda"])
-    for module in (c10d, dist):
+    def broadcast_object_list(values: list[Any], src: int | None = None, group: Any = None, *_: Any, **__: Any) -> None:
+        if not src and group in (None, dist.group.WORLD):  # the first rank, which ran before, says what all get
+            if dist.get_rank() == 0:
+                pickle.dump(values, objects)
+                objects.flush()
+                return
+            while True:
+                with suppress(EOFError):
+                    values[:] = pickle.load(objects)
+                    return
+                time.sleep(1.0)  # until this rank is ended: the first one did not come that far
+
+    dist.Backend.register_backend(_NAME, lambda options, _: group(options), extended_api=True, devices=["cpu", "cuda"])
+    # Both have names of their own for some of these functions.
+    others = map(import_module, ("torch.distributed.device_mesh", "torch.distributed.rendezvous"))
+    for module in (c10d, dist, *others):
         module.init_process_group, module.TCPStore = init_process_group, no_store
         module.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend=_NAME)
-        module.broadcast_object_list = lambda *_, **__: None
+        module.broadcast_object_list, module.monitored_barrier = broadcast_object_list, lambda *_, **__: None
 
 
 def _as_it_is(kind: str) -> Callable[..., Any]:
@@ -74,15 +89,18 @@ def _group(dist: Any, written: int, shapes: Path) -> Callable[..., Any]:
     class Alone(dist.ProcessGroup):  # type: ignore[misc]
         """A group of which only this rank runs."""
 
-        def __init__(self, rank: int, ranks: Sequence[int]) -> None:
-            super().__init__(rank, len(ranks))
-            self._own, self._count, self._ranks = rank, len(ranks), ",".join(map(str, ranks))
+        def __init__(self, options: Any) -> None:
+            self._own, self._count = int(options.group_rank), int(options.group_size)
+            super().__init__(self._own, self._count)
+            self._ranks = ",".join(map(str, options.global_ranks_in_group or range(self._count)))
 
         def size(self) -> int:
             return self._count
 
         def getBackendName(self) -> str:
             return _NAME
+
+        group_name = property(lambda self: dist.distributed_c10d._world.pg_names[self])
 
         def _done(self, kind: str, whole: Sequence[Any], result: Any, opts: Any = None) -> Any:
             """Writes an exchange of the tensors ``whole`` down, and returns the work of one that is over."""
@@ -106,20 +124,24 @@ def _group(dist: Any, written: int, shapes: Path) -> Callable[..., Any]:
             return self._done("barrier", (), [])
 
         def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            for own_outputs, own_input in zip(outputs, inputs, strict=True):
-                for output in own_outputs:
-                    output.copy_(own_input)
-            return self._done("all_gather", [each for own in outputs for each in own], outputs, opts)
+            for output in chain(*outputs):
+                output.copy_(inputs[0])
+            return self._done("all_gather", inputs * self._count, outputs, opts)
+
+        gather = allgather  # only one rank has outputs
+
+        def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            for parts in inputs:
+                outputs[0].copy_(parts[self._own])
+            return self._done("reduce_scatter", outputs * self._count, outputs, opts)
+
+        scatter = reduce_scatter  # only one rank has inputs
 
         def all_gather_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
-            for part in output.view(self._count, -1):
-                if part.data_ptr() != own_input.data_ptr():  # its own part may be there already
-                    part.copy_(own_input.reshape(-1))
-            return self._done("all_gather", (output,), output, opts)
+            return self.allgather([output.view(self._count, -1)], [own_input.reshape(-1)], opts)
 
         def reduce_scatter_single(self, output: Any, own_input: Any, opts: Any = None) -> Any:
-            output.copy_(own_input.view(self._count, -1)[self._own].view_as(output))
-            return self._done("reduce_scatter", (own_input,), output, opts)
+            return self.reduce_scatter([output.view(-1)], [own_input.view(self._count, -1)], opts)
 
         def alltoall_base(self, output: Any, own_input: Any, *splits: Any) -> Any:
             flat, own = output.view(-1), own_input.reshape(-1)
@@ -144,6 +166,7 @@ def _group(dist: Any, written: int, shapes: Path) -> Callable[..., Any]:
                 tensor.detach().copy_(small_numbers[key])
             return self._done("recv", tensors, tensors)
 
+        alltoall = _each(alltoall_base)
         all_gather_single_coalesced = _each(all_gather_single)
         reduce_scatter_single_coalesced = _each(reduce_scatter_single)
         # What some of these are called by other versions of torch.

@@ -95,8 +95,10 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     made = before + _PROFILED + 1 - trial.WARM_UP
     ended = trial.run(command, directory.absolute(), made, _TIME_LIMIT, config=config, alone=env)
     if ended.outcome != "enough":
-        how, said = ended.outcome.replace("_", " "), f": {ended.last_line}" if ended.last_line else ""
-        raise Unanswerable(f"rank {rank} did not make its steps ({how}){said} (its output: {directory / trial.LOG})")
+        how = ended.outcome.replace("_", " ") if ended.code is None else f"exit code {ended.code}"
+        said = f"({how})" + (f": {ended.last_line}" if ended.last_line else "")
+        needed = f"rank {rank} did not make its {made + trial.WARM_UP} steps"
+        raise Unanswerable(f"{needed} {said} (its output: {directory / trial.LOG})")
     timelines = recordings_in(directory)[1]
     tables = tables_of_timelines(read_fleet(timelines)).values()
     table = next((table for table in tables if isinstance(table, Table) and table.target == trial.TARGET), None)

@@ -48,8 +48,8 @@ _RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
 #: A traceback that begins in the middle of a line, down to its error. A program that prints words before a traceback
 #: has caught the error; Megatron-Bridge does so for everything that it cannot import.
 _CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
-#: The beginning of megaprof's own messages. A command never fails because of them.
-_OURS = "megaprof: "
+#: What is in megaprof's own messages. A command never fails because of them.
+_OURS = re.compile(r"megaprof( ends)?: |megaprof captures ")
 #: How torch and the kernel say that memory ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
 
@@ -173,7 +173,7 @@ def _explained(ended: Ended, log: Path) -> Ended:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         printed = _CAUGHT.sub("", file.read().decode("utf-8", "replace"))
-    lines = [line.strip() for line in printed.splitlines() if line.strip() and _OURS not in line]
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and not _OURS.search(line)]
     if line := next((line for line in lines if any(phrase in line for phrase in _OUT_OF_MEMORY)), None):
         return Ended("out_of_memory", ended.code, line)
     last_line = lines[-1] if lines and ended.outcome == "exited" else None

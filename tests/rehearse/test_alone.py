@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megaprof.rehearse.alone import _group
+from tests import programs
+
+OPTIONS = {"group_rank": 1, "group_size": 4, "global_ranks_in_group": [4, 5, 6, 7]}
 
 
 @pytest.fixture
 def exchanges(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     """Rank 1 of the ranks 4 to 7, alone, and the file of its exchanges."""
     written = os.open(tmp_path / "exchanges", os.O_WRONLY | os.O_CREAT)
-    yield _group(dist, written, tmp_path / "shapes")(1, (4, 5, 6, 7)), tmp_path / "exchanges"
+    yield _group(dist, written, tmp_path / "shapes")(SimpleNamespace(**OPTIONS)), tmp_path / "exchanges"
     os.close(written)
 
 
@@ -53,6 +57,62 @@ def test_tokens_of_other_ranks_are_nothing(exchanges: tuple[Any, Path]) -> None:
     received = torch.full((3,), 9.0)
     exchanges[0].alltoall_base(received, torch.tensor([1.0, 2.0]), [3], [2]).wait()
     assert received.tolist() == [1.0, 2.0, 0.0]
+    several = [torch.full((3,), 9.0) for _ in range(4)]
+    exchanges[0].alltoall(several, [torch.full((2,), float(rank)) for rank in range(4)]).wait()
+    assert [each.tolist() for each in several] == [[float(rank)] * 2 + [0.0] for rank in range(4)]
+    assert lines(exchanges[1]) == [("all_to_all", size, "0", "0", "4,5,6,7") for size in ["8"] * 5]
+
+
+def test_what_one_rank_gathers_or_scatters_is_known_to_that_rank(exchanges: tuple[Any, Path]) -> None:
+    group, path = exchanges
+    parts, own = [torch.empty(2) for _ in range(4)], torch.tensor([3.0, 5.0])
+    group.gather([parts], [own]).wait()
+    group.gather([], [own]).wait()  # to another rank
+    assert torch.cat(parts).tolist() == [3.0, 5.0] * 4
+    for scatter in (group.scatter, group.reduce_scatter):
+        scatter([part := torch.empty(2)], [[torch.full((2,), float(rank)) for rank in range(4)]]).wait()
+        assert part.tolist() == [1.0, 1.0]
+    group.scatter([part], []).wait()  # by another rank
+    assert part.tolist() == [1.0, 1.0]
+    assert lines(path) == [
+        (f"{kind}", "32", "0", "0", "4,5,6,7") for kind in ["all_gather"] * 2 + ["reduce_scatter"] * 3
+    ]
+
+
+#: What programs do with groups that no schedule needs. Of the two ranks, the second one runs after the first.
+PROGRAM = """
+import os, sys
+from megaprof.rehearse import alone
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+os.environ[alone.VARIABLE] = sys.argv[2] + "/exchanges"
+alone.arm()
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+if sys.argv[3:]:
+    next(dist.rendezvous("env://"))  # waits for its peers
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))  # makes the default group
+assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [0, 1]
+dist.monitored_barrier()
+objects = [{"seed": 7}] if sys.argv[1] == "0" else [None]
+dist.broadcast_object_list(objects, src=0)
+assert objects == [{"seed": 7}]
+gathered = [None, None]
+dist.all_gather_object(gathered, "one")
+assert gathered == ["one"] * 2
+with dist._coalescing_manager(async_ops=True) as manager:
+    dist.all_gather_into_tensor(whole := torch.empty(4), torch.ones(2))
+manager.wait()
+assert whole.tolist() == [1.0] * 4
+"""
+
+
+def test_groups_do_what_programs_ask_for(tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (own := tmp_path / "alone" / rank).mkdir(parents=True)
+        ended = programs.run(PROGRAM, rank, own)
+        assert ended.returncode == 0, ended.stderr
+    ended = programs.run(PROGRAM, "0", tmp_path / "alone" / "0", "waits")
+    assert "a store of its own" in ended.stderr
 
 
 def test_what_a_neighbour_sends_is_finite_and_leaves_random_numbers_alone(exchanges: tuple[Any, Path]) -> None:

@@ -48,6 +48,7 @@ def test_a_program_that_fails_alone_says_why(tmp_path: Path) -> None:
     program.write_text("import torch.distributed as dist\ndist.TCPStore('localhost', 0, 2, True)\n")
     ended = as_a_user("rehearse", "--world", "2", "--out", tmp_path / "out", "--saving-off", "", "--", program)
     assert ended.returncode == FAILED
+    assert "rank 0 did not make its 16 steps (exit code 1): " in ended.stderr.splitlines()[-1]
     assert "a store of its own" in ended.stderr.splitlines()[-1]
 
 

@@ -70,6 +70,8 @@ print("[rank3]: AssertionError", file=sys.stderr)
 print("=" * 60, file=sys.stderr)
 sys.exit(1)
 """
+#: Has no more data, which megaprof says behind it.
+TOO_SHORT = "print('the data end here'); print('megaprof ends: no windows captured into /tmp')"
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 
@@ -95,10 +97,20 @@ def _signals_stay() -> Iterator[None]:
         (TRACKS, "failed", "W&B is disabled, TensorBoard in /"),
         (ASSERTION, "failed", "[rank3]: AssertionError"),
         (GOES_ON, "failed", "0 whole steps: ValueError: the model has 8 layers"),
+        (TOO_SHORT, "failed", "exit code 0 after 0 whole steps: the data end here"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "ended by a rank", "went on after an error", "tracks", "an assertion", "out of memory", "hangs"],
+    ids=[
+        "bad flag",
+        "by a rank",
+        "tracks",
+        "an assertion",
+        "went on after an error",
+        "too short",
+        "no memory",
+        "hangs",
+    ],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
