@@ -139,9 +139,9 @@ def _find_target(report: Report, target: str | None, role: str | None) -> tuple[
 
 def in_words(answer: WhatIfAnswer) -> list[str]:
     prediction = answer.prediction
-    verdict = "probably " * prediction.speedup.holds(1.0) + ("faster" if prediction.speedup.value > 1.0 else "slower")
-    step = f"{within(prediction.step_ms)} ms instead of {number(answer.measured_ms)} ms"
-    step += f": {verdict}, {times_as_fast(prediction)}"
+    surely = "" if prediction.speedup.holds(1.0) else f"{'faster' if prediction.speedup.value > 1.0 else 'slower'}, "
+    step = f"{within(prediction.step_ms)} ms instead of {number(answer.measured_ms)} ms: {surely}"
+    step += times_as_fast(prediction) + ", within the uncertainty" * (not surely)
     if answer.what == AS_CAPTURED:
         step = f"{number(answer.measured_ms)} ms; nothing is changed"
     imbalance = "" if answer.imbalance is None else f", imbalance {answer.imbalance:.2f}"

@@ -179,7 +179,7 @@ def tables(view: TableView, console: Console, most: int | None = None) -> Iterat
         if title:
             yield text(title, "dim")
         yield made
-        title, rest = f"{view.title.partition(' (')[0]}, continued", rest[count:]
+        title, rest = f"{view.title.partition(' (')[0].partition(':')[0]}, continued", rest[count:]
 
 
 def _table(view: TableView, places: Sequence[int], most: int | None, broken: int = 0) -> Table:

@@ -21,6 +21,7 @@ from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main, parser_of
+from megaprof.cli.what_if import answer_to, in_words
 from megaprof.ui.what_if import answer
 from tests.analysis.diagnosis.test_diagnose import HEALTHY
 from tests.analysis.scenarios import Scenario, write
@@ -192,6 +193,20 @@ def test_the_command_the_tool_and_the_page_say_the_same(
         assert main(["what-if", str(directory), *wrong]) == code
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "said"),
+    [
+        (Interval(1.2, 1.1, 1.3), ": faster, 1.20 (1.10 to 1.30) times as fast"),
+        (Interval(0.8, 0.7, 0.9), ": slower, 0.80 (0.70 to 0.90) times as fast"),
+        (Interval(1.001, 0.98, 1.02), ": 1.00 (0.98 to 1.02) times as fast, within the uncertainty"),
+    ],
+)
+def test_the_command_says_faster_or_slower_of_what_surely_is(report: Report, speedup: Interval, said: str) -> None:
+    answered = answer_to(report, {"layout": "5,4,4,3"})
+    _, step, *_ = in_words(replace(answered, prediction=replace(answered.prediction, speedup=speedup)))
+    assert step.endswith(said)
 
 
 def test_it_survives_the_way_between_processes(known: Changeable) -> None:
