@@ -916,6 +916,21 @@ hook_getattro(Hook *self, PyObject *name)
                                                       : PyObject_GetAttr(self->original, name);
 }
 
+/* A copy or a pickle of what has the hook, which the host may make meanwhile, has what the hook stands for. */
+static PyObject *
+hook_reduce(Hook *self, PyObject *unused)
+{
+    PyObject *typing = PyImport_ImportModule("typing");
+    PyObject *same = typing == NULL ? NULL : PyObject_GetAttrString(typing, "cast");
+    Py_XDECREF(typing);
+    return same == NULL ? NULL : Py_BuildValue("N(OO)", same, Py_None, self->original);
+}
+
+static PyMethodDef hook_methods[] = {
+    {"__reduce__", (PyCFunction)hook_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef hook_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -936,6 +951,7 @@ static PyTypeObject HookType = {
     .tp_dictoffset = offsetof(Hook, dict),
     .tp_descr_get = hook_bind,
     .tp_getattro = (getattrofunc)hook_getattro,
+    .tp_methods = hook_methods,
     .tp_getset = hook_getset,
 };
 

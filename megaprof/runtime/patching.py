@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from megaprof.runtime.isolation import logger
@@ -42,15 +42,24 @@ class Patches:
         setattr(owner, name, replacement)
 
     def shadow(self, instance: Any, name: str, wrap: Wrap) -> None:
-        """Replaces method ``name`` of this one object, even if the class defines it.
+        """Replaces method ``name`` of this one object, even if the class defines it. The host may copy or pickle the
+        object meanwhile: the copy runs its own method.
 
         Writes to ``__dict__`` directly, because ``torch.nn.Module`` does more than that when an attribute is set.
         """
         attributes = vars(instance)
         bound = getattr(instance, name)
-        replacement = wrap(bound)
-        if not hasattr(replacement, "__wrapped__"):  # a hook in C looks like what it wraps by itself
-            functools.update_wrapper(replacement, bound)
+        replacement = hook = wrap(bound)
+        if not hasattr(hook, "__wrapped__"):  # a hook in C looks like what it wraps by itself, and is copied like it
+            function: Any = getattr(bound, "__func__", None)
+
+            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+                return hook(*args, **kwargs) if this is instance else function(this, *args, **kwargs)
+
+            if function is not None and bound.__self__ is instance:
+                replacement = MethodType(functools.update_wrapper(method, function), instance)
+            else:  # what the host put there; Python copies no function
+                replacement = functools.update_wrapper(lambda *args, **kwargs: hook(*args, **kwargs), bound)
         self._applied.append((instance, name, attributes.get(name, _INHERITED), replacement))
         attributes[name] = replacement
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
+import pickle
 import subprocess
 import sys
 import weakref
@@ -28,6 +30,20 @@ pytestmark = pytest.mark.skipif(not tape.IN_C, reason="megaprof was built withou
 
 class Chunk:
     """Stands for a model chunk: only its identity matters."""
+
+
+class Scaled:
+    """Stands for a model with a parameter."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def forward(self, x: int) -> int:
+        return self.factor * x
+
+
+def call(function: Any, *args: Any) -> Any:
+    return function(*args)
 
 
 def events(of: Any) -> list[list[int]]:
@@ -294,6 +310,22 @@ def test_a_hook_needs_no_copied_attributes_to_look_like_what_it_hooks() -> None:
     assert model.forward(1, labels=2) == 3
     patches.restore()
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda bound: hooked(Gate(never), bound, code=codes.MODEL), lambda bound: functools.partial(call, bound)]
+)
+def test_a_copy_of_an_object_that_is_hooked_runs_its_own_method(wrap: Any) -> None:
+    model, patches = Scaled(2), Patches()
+    patches.shadow(model, "forward", wrap)
+    patches.shadow(model, "forward", lambda bound: lambda x: bound(x))
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    copied.factor, pickled.factor = 3, 5
+    for _ in range(2):
+        assert [each.forward(7) for each in (model, copied, pickled)] == [14, 21, 35]
+        patches.restore()
+    config = SimpleNamespace(function=hooked(Gate(never), call))
+    assert copy.deepcopy(config).function is pickle.loads(pickle.dumps(config)).function is call
 
 
 def test_the_tape_may_be_taken_away_meanwhile_and_nothing_leaks() -> None:
