@@ -33,7 +33,7 @@ from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.columns import ANNOTATION, COPIES, KERNEL, LAUNCHES, LONGEST, Events
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
-from megaprof.analysis.trace.traces import SQLITE, Trace, TracedRange, names_a_step, within
+from megaprof.analysis.trace.traces import SQLITE, Trace, TracedRange, within
 from megaprof.formats import ranges
 from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
 from megaprof.formats.metadata import Metadata, read_sidecar, sidecars
@@ -298,7 +298,8 @@ class NsysFile:
         step of ours, and then keeps them."""
         if not self._has_ranges:
             raise Undecodable(_NO_RANGES)
-        if not any(map(names_a_step, self.processes.values())):
+        names = {name for events in self.processes.values() for name in events.names}
+        if not any(parsed is not None and "step" in parsed.fields for parsed in map(ranges.parse, names)):
             return []
         broken = sum(events.impossible[ANNOTATION] for events in self.processes.values())
         traces = [trace for pid in sorted(self.processes) for trace in self._of_process(pid, self.processes.pop(pid))]

@@ -39,7 +39,6 @@ from megaprof.analysis.trace.traces import (
     TRACE_SUFFIXES,
     Trace,
     events_of,
-    names_a_step,
     read_trace,
     refusing,
     trace_of,
@@ -108,7 +107,7 @@ def read(path: Path) -> Reading:
     """Reads one file. Raises nothing, whatever the file holds."""
     reason = "it holds no range of a whole step"
     events: KinetoEvents | Mapping[int, Events] | None = None
-    traces, warnings = list[Trace](), list[Note]()
+    traces = list[Trace]()
     try:
         with refusing():
             if path.suffix in NSYS_SUFFIXES:
@@ -117,21 +116,18 @@ def read(path: Path) -> Reading:
                 traces = file.traces()
             else:
                 events = kineto = events_of(path)
-                if "megaprof" not in kineto.document.top or names_a_step(kineto):
-                    traces = [trace_of(path, kineto)]
-                elif kineto.document.cut is not None:
-                    warnings = [Note("cut", files=(path.name,), said=kineto.document.cut)]
+                traces = [trace_of(path, kineto)]
     except Undecodable as fault:
         reason = str(fault)
     steps = tuple(step for trace in traces for step in steps_of(trace))
-    warnings += (warning for trace in traces for warning in trace.warnings)
+    warnings = tuple(warning for trace in traces for warning in trace.warnings)
     if steps:
-        return Reading(path, steps, tuple(warnings))
+        return Reading(path, steps, warnings)
     others, why = [], None
     if events and not traces:  # no event was taken
         others, why = import_module(OTHERS).recordings_in(path, events)
     skipped = Note("skipped", files=(path.name,), said=why if why and reason == NOT_OURS else reason)
-    return Reading(path, (), tuple(warnings), skipped, tuple(others))
+    return Reading(path, (), warnings, skipped, tuple(others))
 
 
 def traces_in(path: Path) -> list[Trace]:

@@ -125,11 +125,6 @@ def events_of(path: Path) -> KinetoEvents:
     return KinetoEvents(path, top=_TOP, operators=_without_gpu)
 
 
-def names_a_step(events: Events) -> bool:
-    """Returns whether a range of a whole step is among the events."""
-    return any(parsed is not None and "step" in parsed.fields for parsed in map(ranges.parse, events.names))
-
-
 def trace_of(path: Path, events: KinetoEvents) -> Trace:
     """Returns the trace of ours that a file holds. Raises Undecodable, and then takes none of the events."""
     document = events.document
