@@ -107,14 +107,13 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     if table.schedule.combined:
         raise Unanswerable("forwards and backwards run as one (combined 1F1B): single stages do not show their order")
     stage, metadata = next((number, each) for number, each in enumerate(table.metadata) if each is not None)
-    begun = min((*table.cold, *table.steps))  # a host may begin with another number
-    kept = np.flatnonzero(table.steps >= begun + trial.WARM_UP)[:steps]
+    rows = timelines.read(timelines.paths[0], events=False).steps  # a host may begin with another number
+    kept = np.flatnonzero(table.steps >= rows["step"].min() + trial.WARM_UP)[:steps]
     start, end, enter = (times[kept, 0, stage] for times in (table.start, table.end, table.entry))
     before, previous = np.zeros_like(start), enter
     for phase in phase_order(table.schedule, stage):
         where = (slice(None), phase.chunk, table.schedule.kinds.index(phase.kind), phase.microbatch)
         before[where], previous = start[where] - previous, end[where]
-    rows = timelines.read(timelines.paths[0], events=False).steps
     first, last = table.steps[kept[0]], table.steps[kept[-1]]
     begins = rows["start_ns"][(rows["step"] >= first) & (rows["step"] <= last + 1)].tolist()
     device, exchanges = _exchanged(directory / "exchanges", begins)

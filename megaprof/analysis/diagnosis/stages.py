@@ -18,7 +18,6 @@ from megaprof.analysis.fleet.reading import Key, Series
 from megaprof.analysis.notes import Note
 from megaprof.analysis.samples import Spread, mean_of
 from megaprof.analysis.table.table import DATA, Floats, Table
-from megaprof.analysis.table.tabulate import WARM_UP
 from megaprof.analysis.table.traced import Job
 from megaprof.analysis.trace.groups import GROUPS, INSIDE, parallel_of
 from megaprof.analysis.trace.steps import WHOLE_STEP, Passes, TracedStep, grouped
@@ -304,8 +303,6 @@ def _of_sums(pp: int, steps: Sequence[TracedStep]) -> Stage:
 
 def _notes(table: Table) -> Iterator[Note]:
     """Yields what a reader must know about the stages, steps and clocks of a table."""
-    if table.cold:
-        yield Note("first_steps", steps=table.cold, factor=WARM_UP)
     missing = tuple(stage for stage, metadata in enumerate(table.metadata) if metadata is None)
     if missing:
         yield Note("stages_missing", stages=missing, count=table.sizes.pp - len(missing), of=table.sizes.pp)

@@ -26,6 +26,7 @@ from megaprof.analysis.notes import PP_UNKNOWN, Note
 from megaprof.analysis.table.iterations import Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, Group, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import (
+    WARM_UP,
     cells_of,
     combined_memory,
     forward_share,
@@ -112,7 +113,8 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
     with_arrivals = plan.numbers[np.isin(plan.numbers, plan.arrival_steps)]
     # Half of the steps tell more if it is known who waited in them: of the last ones it often is not.
     known = 2 * len(with_arrivals) >= min(step_count, _FEWEST_STEPS)
-    notes = [*[PP_UNKNOWN] * (key.sizes.pp > 1), *[Note("microbatches_differ")] * plan.differ]
+    notes = [Note("first_steps", steps=plan.cold, factor=WARM_UP)] if plan.cold else []
+    notes += [*[PP_UNKNOWN] * (key.sizes.pp > 1), *[Note("microbatches_differ")] * plan.differ]
     in_compute = Note("exposed_unknown", count=len(with_arrivals), of=len(plan.numbers))
     plan = plan._replace(numbers=_spread(with_arrivals if known else plan.numbers, step_count, changes))
     chosen_replicas = _chosen(replicas, max(1, most_replica_steps // step_count))
@@ -130,7 +132,7 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
         notes.append(msgspec.structs.replace(in_compute, names=tuple(hidden_axes)))
     if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
         notes.append(Note("groups_with_waiting", names=tuple(shown_axes)))
-    table = replace(table, cold=plan.cold, warnings=tuple(notes))
+    table = replace(table, warnings=tuple(notes))
     if len(chosen_replicas) == len(replicas):
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.

@@ -128,8 +128,6 @@ class Table:
     microbatch is known."""
     lengths_from: str | None = None
     """The source of ``work``, one of `megaprof.formats.facts.SOURCES`."""
-    cold: tuple[int, ...] = ()
-    """Steps at the beginning that were left out because everything takes longer in them."""
     experts: Floats | None = None
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None if not counted."""
     sequences: tuple[tuple[Floats, list[list[tuple[int, ...]]]], ...] = ()

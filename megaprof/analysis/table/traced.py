@@ -386,7 +386,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
         others = sum(ms for other, ms in exposed.items() if other != group)
         spent[group] = (passes - idle - others).sum(axis=(3, 4, 5))[..., None] - working.sum(axis=(4, 5, 6))
         spent[group] -= np.nan_to_num(spent.get(DATA, 0.0))
-    notes = [note for note in (*recorded.warnings, *traced.warnings) if note.kind != "first_steps"]
+    notes = [*recorded.warnings, *(note for note in traced.warnings if note.kind != "first_steps")]
     return replace(
         recorded,
         exposed=exposed,
