@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -87,9 +87,6 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def persistent_load(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it asks for another file")
 
 
 def read_dump(rank: int, path: Path) -> Dump:

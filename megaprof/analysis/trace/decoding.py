@@ -123,8 +123,6 @@ class Document(Generic[Anything]):
                 raise BrokenOff("it is not JSON: something follows its end")
         except BrokenOff as fault:
             self.cut = self.cut or str(fault)
-        except MemoryError:
-            raise Undecodable("it does not fit into memory") from None
 
     def _object(self) -> Iterator[list[Anything]]:
         has_events = False

@@ -154,8 +154,6 @@ def default_layout(
     counts = [count // vpp for _ in range(vpp) for count in stages]
     counts[0] -= account_for_embedding
     counts[-1] -= account_for_loss
-    if min(counts) < 0:
-        return None
     return of_counts(counts, mtp_layers)
 
 
