@@ -282,10 +282,8 @@ class NsysFile:
             (name, each) for each in sidecars(self._path.parent) if (name := parse_artifact_name(each.name))
         ]
         with _opened(self._path) as tables:
-            hosts = [
-                host for name, host in _columns(tables, "TARGET_INFO_SYSTEM_ENV", "name", "value") if name == "Hostname"
-            ]
-            self._host = next((host for host in hosts if isinstance(host, str) and host), None)
+            about = dict(_columns(tables, "TARGET_INFO_SYSTEM_ENV", "name", "value"))
+            self._host = host if isinstance(host := about.get("Hostname"), str) and host else None
             self._has_gpu = any(_columns(tables, "TARGET_INFO_GPU", "id"))
             self._has_ranges = _has(tables, *_RANGES)
             if not self._has_ranges and not _has(tables, _SESSION):

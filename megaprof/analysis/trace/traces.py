@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megaprof.analysis.notes import Note
-from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, Events, KinetoEvents, Numbers
+from megaprof.analysis.trace.columns import ANNOTATION, KERNEL, LAUNCHES, OPERATOR, KinetoEvents, Numbers
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import (
     MOST_UNSEEN,
