@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from megaprof.analysis.report.text.what_if import layout_advice
 from megaprof.analysis.samples import Interval, Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import in_flight_layers
-from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.what_if.layouts import options_of, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.inputs import read_input
 from megaprof.formats.names import appearing
@@ -110,6 +110,9 @@ def rehearsed(
         words = with_layout(run_words, change.flags, first.framework, first.role, sizes.pp)
         try:
             own = _all_stages(partial(alone, words, out / "alone" / f"layout{changes.index(change)}"), {}, layout)
+            ran = [each.layers for each in chain(*zip(*(stage.metadata.chunks for stage in own), strict=True))]
+            if ran != [piece.count("t") for piece in parse_layout(change.layout or "", sizes.pp)]:
+                raise Unanswerable("It ran with another layout: the command does not take the options")
         except Unanswerable as fault:
             print(fault, file=sys.stderr, flush=True)
             return replace(change, fits=False)

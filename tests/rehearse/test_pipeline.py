@@ -245,6 +245,18 @@ def test_a_layout_with_other_chunks_is_rehearsed_itself(
         assert made.best == candidate
 
 
+def test_a_command_that_does_not_take_another_layout_says_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs as it did before, whatever its options say."""
+    sizes = ParallelSizes(pp=2)
+    monkeypatch.setattr(rehearsal, "record", lambda words, place, rank, world, steps: stage(rank, 2, sizes))
+    made, _ = rehearsed(["train.py"], ["train.py"], tmp_path, 2, STEPS, LINKS, 8)
+    assert made.best is None
+    assert next(each.fits for each in made.what_if.candidates if each.chunks == 2) is False
+    assert "does not take the options" in capsys.readouterr().err
+
+
 def test_layouts_with_other_chunks_run_until_no_other_one_may_be_quicker() -> None:
     def change(name: str, speedup: float, chunks: int | None, **more: bool) -> Prediction:
         found = Prediction.of("layout" if chunks is None else "chunks", 100.0, Interval.of(100.0 / speedup))
