@@ -1,1 +1,1 @@
-"""Decides what is captured and when: the session, roles, annotations, captures on demand."""
+"""Decides which calls get a window, and opens and closes it."""

@@ -65,8 +65,8 @@ class Process:
         """Begins afresh, as a process without hooks."""
         self.patches = Patches()
         """The functions of Megatron and of hosts that are replaced while hooks are installed."""
-        self.put_in: list[Callable[[Patches], None]] = []
-        """The functions that replaced them."""
+        self.patched_by: list[Callable[[Patches], None]] = []
+        """The functions that have replaced these, each once."""
         self.background = Background()
         """The thread for everything that runs beside the training."""
         self.sessions: list[Any] = []
@@ -76,7 +76,7 @@ class Process:
         self.started: Any = None
         """The `megaprof.Handle` of the hooks that a controller started in this process; None if none did."""
         self.step = 0
-        """The controller's number of the running step."""
+        """That controller's number of the running step."""
         self.prepared: Sequence[Recorder] = ()
         """The recorders that were prepared after the last call, for the next one. The next call of the process uses or
         discards them."""

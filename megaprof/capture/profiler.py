@@ -182,9 +182,9 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
     session.models = None if models is None else tuple(weakref.ref(innermost(model)) for model in models)
     process.sessions.append(session)
     for patch in patches:
-        if patch not in process.put_in:
+        if patch not in process.patched_by:
             patch(process.patches)
-            process.put_in.append(patch)
+            process.patched_by.append(patch)
 
 
 def remove(session: Session) -> None:
@@ -195,7 +195,7 @@ def remove(session: Session) -> None:
             process.sessions.remove(session)
         if not process.sessions:
             process.patches.restore()
-            process.put_in.clear()
+            process.patched_by.clear()
             atexit.unregister(_finish_all)
 
 

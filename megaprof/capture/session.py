@@ -22,8 +22,7 @@ from megaprof.config.values import ANNOTATED, NO_STEPS, TARGETS, TRAIN_ACTOR, TR
 from megaprof.formats import ranges
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall, describe
-from megaprof.recorders.emit import Range
-from megaprof.recorders.emit import names as graph_names
+from megaprof.recorders.emit import Range, graph_naming
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.isolation import Contained, fault_now, from_host, in_full, logger
 
@@ -306,7 +305,7 @@ class Session:
         """Returns the record of the call for the open window and the timeline; None if nothing is recorded."""
         window, timeline = process.window, self.timeline
         disturbed, process.disturbed = window is not None or process.disturbed, False
-        ranged = window is not None or (facts.graph == "capture" and graph_names.available)
+        ranged = window is not None or (facts.graph == "capture" and graph_naming.available)
         level = self.config.ranges if ranged and self.config.ranges != "step" else None
         if facts.graph == "capture" or step.target not in self._timed:
             timeline = None  # nothing may be timed while a CUDA graph is captured

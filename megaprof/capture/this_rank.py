@@ -1,5 +1,5 @@
-"""Finds this rank's place in the job, and whether the configuration has it capture windows or keep a timeline, and logs
-that once for the job; and finds models of which no window may be open between calls.
+"""What the configuration means for this rank: its place in the job, whether it captures windows or keeps a timeline,
+and whether a model forbids windows that stay open between calls. Rank 0 logs it once for the job.
 
 FSDP2 keeps its parameters in DTensors. So ``model.to("cpu")``, the manual way of offloading, exchanges them with
 ``torch.utils.swap_tensors``, which fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
@@ -20,7 +20,7 @@ from typing import Any
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.values import TRAIN_OVERALL, parse_schedule
 from megaprof.parallel.machine import local_ranks
-from megaprof.parallel.megatron import coordinates, has_groups, language_model, place
+from megaprof.parallel.megatron import coordinates, coordinates_and_layout, has_groups, language_model
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline_steps import BEFORE, BEHIND
 from megaprof.runtime.isolation import logger, show_lines
@@ -58,7 +58,7 @@ class ThisRank:
         way. Does not check the ranks of other roles, because such a role may run in a job of another size. If it runs
         in this job, its session logs which of its ranks do not exist.
         """
-        coords, layout = _place(models, groups, pipeline=pipeline)
+        coords, layout = _coordinates_and_layout(models, groups, pipeline=pipeline)
         config.selector(role).check(coords.sizes, layout, option=config.select_option(role))
         config.timeline_selector.check(coords.sizes, layout, option=config.named("timeline_select"))
         lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
@@ -89,13 +89,15 @@ class ThisRank:
         return here
 
 
-def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
+def _coordinates_and_layout(
+    models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool
+) -> tuple[RankCoords, WorldLayout | None]:
     """Returns the coordinates of this rank, and the layout of all ranks. They come from Megatron's global process
     groups, or from the model's own groups if the global ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
         own = groups or (getattr(language_model(models[0]), "pg_collection", None) if models else None)
-        return place(None if has_groups() else own, chunks)
+        return coordinates_and_layout(None if has_groups() else own, chunks)
     import torch.distributed as dist
 
     joined = dist.is_available() and dist.is_initialized()

@@ -13,7 +13,7 @@ from megaprof.analysis.report.diff import Diff, bound_clause, compare
 from megaprof.analysis.report.report import Document, analyze
 from megaprof.analysis.trace.reading import RECORDINGS
 from megaprof.cli import UNWELL, add_input_option, print_json, say
-from megaprof.formats.inputs import Unreachable, place, read_input
+from megaprof.formats.inputs import Unreachable, path_of, read_input
 from megaprof.formats.phrases import Unanswerable
 
 EXAMPLES = (
@@ -25,8 +25,8 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "directory of captured traces, a single trace, or the JSON file of a report"
-    parser.add_argument("before", metavar="A", type=place, help=help_text)
-    parser.add_argument("after", metavar="B", type=place, help=help_text)
+    parser.add_argument("before", metavar="A", type=path_of, help=help_text)
+    parser.add_argument("after", metavar="B", type=path_of, help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--fail-above",

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaprof.analysis.merge import MergeAnswer, merge
 from megaprof.analysis.trace.reading import NoSuchRun
 from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
-from megaprof.formats.inputs import place
+from megaprof.formats.inputs import path_of
 from megaprof.formats.phrases import counted, of_several
 from megaprof.parallel.selectors import OPTION, parse_selector
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_source(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Adds ``DIR``, with ``help_text``, and the options that choose from it."""
-    parser.add_argument("dir", metavar="DIR", type=place, help=help_text)
+    parser.add_argument("dir", metavar="DIR", type=path_of, help=help_text)
     parser.add_argument("--target", help="target, if several were captured (default: train_actor, if it was)")
     parser.add_argument("--role", help="role, if several were captured")
     parser.add_argument("--step", type=int, help="step, if several were captured (default: the latest)")

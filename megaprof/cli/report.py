@@ -17,7 +17,7 @@ from megaprof.analysis.trace.reading import NoSuchRun, Workers
 from megaprof.cli import UsageError, add_input_option, progress, writing
 from megaprof.cli.look import last_stand
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
-from megaprof.formats.inputs import RemotePath, place, read_input
+from megaprof.formats.inputs import RemotePath, path_of, read_input
 from megaprof.formats.names import appearing
 from megaprof.formats.phrases import Unanswerable
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir",
         metavar="DIR",
-        type=place,
+        type=path_of,
         help="directory of traces, timelines or files of nsys, or a single one; may be remote (s3://...)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; '-' prints it instead of tables")

@@ -15,7 +15,7 @@ from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.words import number, percent, title, within
 from megaprof.cli import UsageError, add_input_option, print_json, say
 from megaprof.cli.report import report_on
-from megaprof.formats.inputs import place
+from megaprof.formats.inputs import path_of
 from megaprof.formats.phrases import Unanswerable
 
 EXAMPLES = (
@@ -69,7 +69,9 @@ class WhatIfAnswer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces; may be remote (s3://...)")
+    parser.add_argument(
+        "dir", metavar="DIR", type=path_of, help="directory of captured traces; may be remote (s3://...)"
+    )
     for name, (value, text) in CHOICES.items():
         parser.add_argument(f"--{name}", metavar=value, default="", help=text)
     parser.add_argument("--target", metavar="NAME", help="target (default: the first that can be changed)")

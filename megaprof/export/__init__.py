@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
-from megaprof.formats.inputs import place
+from megaprof.formats.inputs import path_of
 from megaprof.formats.phrases import Unanswerable, counted
 
 _MOST_WARNINGS = 20
@@ -22,7 +22,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=place, help="directory of timelines, or one timeline")
+    parser.add_argument("dir", metavar="DIR", type=path_of, help="directory of timelines, or one timeline")
     parser.add_argument(
         "--parquet", metavar="FILE", type=Path, required=True, help="file to write, which must not exist yet"
     )

@@ -1,1 +1,2 @@
-"""Everything that is written by one side and read by the other: names, ranges, metadata, the timeline file."""
+"""Everything that one side writes and the other reads: names of files and ranges, metadata, timelines, a job's control
+directory; and how files are found and read."""

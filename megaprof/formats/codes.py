@@ -14,8 +14,8 @@ import numpy.typing as npt
 from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName
 
+#: ``DATA``, waiting for data, is no event of a step: a tape keeps it by itself, on the host's clock (`recorders.tape`).
 FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT, DATA = range(1, 8)
-#: Waiting for data is no event of a step: a tape keeps it by itself, on the host's clock (`recorders.tape`).
 #: The call of a model inside a forward: only the hook uses it, no event has it.
 MODEL = 15
 #: The kinds that a step has totals of, in this order.
@@ -79,10 +79,10 @@ def name(code: int) -> RangeName | None:
     """Returns the range name for ``code``; None for a number that is no code (a newer format, a damaged file)."""
     kind, index = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
     if kind in _LABELS:
-        microbatch, chunk = place(code)
+        microbatch, chunk = microbatch_and_chunk(code)
         fields = {"mb": microbatch, "chunk": chunk}
         if kind == COMBINED:
-            fields["bmb"], fields["bchunk"] = place(code >> _SECOND)
+            fields["bmb"], fields["bchunk"] = microbatch_and_chunk(code >> _SECOND)
         return RangeName(_LABELS[kind], fields)
     if kind == FINALIZE:
         return RangeName(ranges.FINALIZE_GRADS, {})
@@ -93,7 +93,7 @@ def name(code: int) -> RangeName | None:
     return None
 
 
-def place(code: int) -> tuple[int | None, int | None]:
+def microbatch_and_chunk(code: int) -> tuple[int | None, int | None]:
     """Returns the microbatch and the model chunk of a pass, None for each that is not known."""
     chunk, microbatch = (code >> _CHUNK) & _CHUNK_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
     return (microbatch - 1 if microbatch else None), (chunk - 1 if chunk else None)

@@ -98,7 +98,7 @@ def pack_data(waits: Iterable[tuple[int, int, int]]) -> bytes:
     are left out, because they belong to no pass."""
     waited_ns: dict[tuple[int, int], int] = {}
     for code, start, end in waits:
-        microbatch, chunk = codes.place(code)
+        microbatch, chunk = codes.microbatch_and_chunk(code)
         if microbatch is not None and chunk is not None:
             waited_ns[microbatch, chunk] = waited_ns.get((microbatch, chunk), 0) + end - start
     waited_us = {place: (ns + 500) // 1000 for place, ns in waited_ns.items() if ns >= 500}

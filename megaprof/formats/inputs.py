@@ -121,7 +121,7 @@ def _unreachable() -> Iterator[None]:
         raise Unreachable(" ".join(f"{type(fault).__name__}: {fault}".split())[:300]) from None
 
 
-def place(text: str | os.PathLike[str]) -> Path:
+def path_of(text: str | os.PathLike[str]) -> Path:
     """Returns the path that a user names: a remote one if it has ``://`` in it."""
     if isinstance(text, Path):
         return text

@@ -1,4 +1,5 @@
-"""The `megaprof` object inside an artifact, as it is written and as it is read (docs/trace-metadata.md).
+"""The `megaprof` object inside an artifact, as it is written and as it is read (docs/trace-metadata.md), and the bounds
+of its numbers.
 
 Nsight Systems writes its own files, which cannot hold it. So megaprof writes a ``.nsys.json`` beside them for every
 window: ``{"megaprof": {...}}``. nsys numbers its files by session, so the two are matched by host, process and step

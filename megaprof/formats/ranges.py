@@ -60,7 +60,7 @@ GARBAGE = "garbage_collection"
 WAITING = "waiting"
 
 #: Microbatch and model chunk of a pass; None for each that is not known.
-Place = tuple["int | None", "int | None"]
+OfPass = tuple["int | None", "int | None"]
 
 #: Megatron's exchanges between stages, in every version from 0.12.
 P2P_OPERATIONS = tuple(EXCHANGES)
@@ -149,11 +149,11 @@ def step_range(target: str, step: int, coords: RankCoords) -> str:
     return f"{PREFIX}{target} step={step} {coordinates}"
 
 
-def exchange_range(operation: str, *places: Place) -> str:
+def exchange_range(operation: str, *passes: OfPass) -> str:
     """Returns the name of a pipeline exchange or a wait, with the microbatch and model chunk of each pass that it is
     for: a forward's before a backward's."""
     fields: dict[str, int | None] = {}
-    for prefix, (microbatch, chunk) in zip(("", "b"), places, strict=False):
+    for prefix, (microbatch, chunk) in zip(("", "b"), passes, strict=False):
         fields |= {f"{prefix}mb": microbatch, f"{prefix}chunk": chunk}
     return str(RangeName(operation, fields))
 

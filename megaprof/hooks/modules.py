@@ -32,7 +32,7 @@ from megaprof.formats.metadata import WithoutRange
 from megaprof.hooks.dispatch import argument, given
 from megaprof.parallel.megatron import innermost, language_model
 from megaprof.recorders.call import RecordedCall
-from megaprof.recorders.emit import Range, names
+from megaprof.recorders.emit import Range, graph_naming
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Wrap
@@ -183,7 +183,7 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
     """Puts ranges around the modules of ``call`` until it ends, as ``--profile-ranges`` says, and notes how many tokens
     its experts get."""
     graph, wanted = call.facts.graph, call.level in ("layer", "module")
-    named = wanted and (graph is None or (graph == "capture" and names.available))
+    named = wanted and (graph is None or (graph == "capture" and graph_naming.available))
     of_this_call = ModuleRanges(dispatcher, call)
     if named:
         call.outermost.callback(of_this_call.close)

@@ -24,13 +24,13 @@ from megaprof.capture.profiler import Dispatcher
 from megaprof.capture.roles import evaluating
 from megaprof.config.values import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats import codes, ranges
-from megaprof.formats.ranges import Place
+from megaprof.formats.ranges import OfPass
 from megaprof.hooks.dispatch import argument, given, ranged, stepped
 from megaprof.hooks.modules import patch_models, patch_modules, takes_packed
 from megaprof.parallel.megatron import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, order_of
 from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.emit import names
+from megaprof.recorders.emit import graph_naming
 from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches, modules_with
@@ -235,10 +235,10 @@ def patch_finalize(dispatcher: Dispatcher, call: RecordedCall) -> None:
 def _entered(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def __enter__(graph: Any) -> Any:
         result = original(graph)
-        names.graphs = True
+        graph_naming.graphs = True
         with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
             if dispatcher.call is not None:
-                names.begun(graph)
+                graph_naming.begun(graph)
         return result
 
     return __enter__
@@ -253,7 +253,7 @@ def _left(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
             return result
         finally:
             with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
-                names.ended(graph, failed=failed)
+                graph_naming.ended(graph, failed=failed)
 
     return __exit__
 
@@ -342,12 +342,12 @@ def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
     )
 
 
-def _sent(call: RecordedCall, kind: str) -> Place:
+def _sent(call: RecordedCall, kind: str) -> OfPass:
     """Returns the microbatch and chunk of the forward or backward that ran last, whose result is sent."""
-    return codes.place((call.tape.forward or 0) if kind == "forward" else call.backward)
+    return codes.microbatch_and_chunk((call.tape.forward or 0) if kind == "forward" else call.backward)
 
 
-def _awaited(call: RecordedCall, kind: str) -> Place:
+def _awaited(call: RecordedCall, kind: str) -> OfPass:
     """Returns the microbatch and chunk of the forward or backward that is next in the schedule's order, whose input is
     received."""
     facts = call.facts

@@ -1,1 +1,2 @@
-"""Facts about a parallel job: coordinates, selected ranks, the contents of model chunks, and the schedules as data."""
+"""Facts about a parallel job: its ranks and their machine, the contents of model chunks, schedules as data, and how
+ranks compare with each other and wait for each other."""

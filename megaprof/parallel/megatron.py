@@ -19,7 +19,7 @@ class NoGrid(ValueError):
     """The process groups of this rank do not form a grid over all ranks of the job."""
 
 
-def place(groups: Any = None, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
+def coordinates_and_layout(groups: Any = None, chunks: int | None = None) -> tuple[RankCoords, WorldLayout | None]:
     """Returns this rank's `coordinates` and the world's layout, from this rank's process groups.
 
     Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,

@@ -1,5 +1,5 @@
-"""Compares a rank with its peers and a step with those before it, and finds the ranks that the others wait for. Reports
-and the live view do this alike."""
+"""How ranks compare with their peers and steps with those before them, and which ranks the others wait for: what
+reports and the live view find alike."""
 
 from __future__ import annotations
 

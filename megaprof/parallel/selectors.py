@@ -165,5 +165,5 @@ def spans_of(numbers: Iterable[int]) -> Spans:
 
 
 def join_spans(spans: Spans, separator: str) -> str:
-    """Returns spans as text, such as ``3,8-15`` if ``between`` is a comma."""
+    """Returns spans as text, such as ``3,8-15`` if ``separator`` is a comma."""
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

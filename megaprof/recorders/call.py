@@ -1,6 +1,5 @@
-"""One call of ``forward_backward_func``: the facts in its arguments, its state while it is recorded, and the object
-``megaprof`` that describes it in an artifact (docs/trace-metadata.md). Also the lengths of the sequences that its
-models were given.
+"""One call of ``forward_backward_func``: the facts in its arguments, its state while it is recorded, the work that its
+models were given, and the object ``megaprof`` that describes it all in an artifact (docs/trace-metadata.md).
 
 The training thread keeps only references to a few numbers (`recorders.tape.PythonTape.given`). They are read after the
 step. If they are on a device, the reader copies them once the device has finished the step that they belong to, and
@@ -195,7 +194,7 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
     """
     works: dict[int, Work] = {}
     for position, *inputs in given:
-        microbatch = None if position is None else codes.place(position)[0]
+        microbatch = None if position is None else codes.microbatch_and_chunk(position)[0]
         if microbatch is None or microbatch in works:
             continue
         work = None

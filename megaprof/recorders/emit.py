@@ -76,8 +76,8 @@ class Range:
                 nvtx.push_range(self._name, **self._look)
             if self._recorded is not None:
                 self._recorded.__enter__()
-            if names.noting:
-                self._marked = names.marked(self._name)
+            if graph_naming.noting:
+                self._marked = graph_naming.marked(self._name)
         except BaseException:
             self.close()
             raise
@@ -92,7 +92,7 @@ class Range:
         self._open = False
         marked, self._marked = self._marked, None
         if marked is not None:
-            names.noted(*marked)
+            graph_naming.noted(*marked)
         try:
             if self._recorded is not None and self._recorded.record is not None:
                 self._recorded.__exit__(None, None, None)
@@ -110,8 +110,9 @@ class Range:
 _MODULE = "torch.cuda._graph_annotations"
 
 
-class GraphNames:
-    """Notes the ranges that are open while a graph is captured. One per process. A fault ends only the naming."""
+class GraphNaming:
+    """Notes which ranges are open while a graph is captured, and writes them as `ranges.GraphNames`. One per process. A
+    fault ends only the naming."""
 
     def __init__(self) -> None:
         self._torch: Any = None
@@ -206,4 +207,4 @@ class GraphNames:
             logger.warning("megaprof: kernels of CUDA graphs have no names: %r", fault)
 
 
-names = GraphNames()
+graph_naming = GraphNaming()

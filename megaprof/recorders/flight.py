@@ -24,7 +24,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.facts import Arrivals, pack_arrivals
 from megaprof.formats.flight import Call, Entry, GroupConfig, settled
 from megaprof.formats.phrases import Unanswerable
-from megaprof.recorders.timeline_steps import Place
+from megaprof.recorders.timeline_steps import FileRow
 from megaprof.runtime.isolation import logger
 
 #: NCCL's ring (torch 2.5 and later) and the ring of all other backends (torch 2.8 and later). Each has a handler in
@@ -177,7 +177,7 @@ _STEPS = 256
 _GLOO = "gloo:"
 
 
-Written = tuple[Place, int, int, int]
+Written = tuple[FileRow, int, int, int]
 """A step that has been written to a file: its place, its number, and when its call began and when the host finished it,
 in nanoseconds of the wall clock."""
 
@@ -201,7 +201,7 @@ class Reading:
         """Notes that another step has been written."""
         self._written.append(step)
 
-    def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
+    def look(self, *, last: bool = False) -> list[tuple[FileRow, int, bytes]]:
         """Reads the ring if a reading is due. Returns the facts to write next to steps: the step's place, which fact it
         is, and its bytes. ``last``: this is the last reading, and takes place even if none is due."""
         if self._off or not self._written or not (last or self._written[-1][1] >= self.due):
@@ -226,7 +226,7 @@ class Reading:
         self.share = self.took / every / seconds
         return facts
 
-    def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
+    def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[FileRow, int, bytes]]:
         parallel = {name for name, group in self._groups.items() if "," in group.ranks}
         collectives = settled(e for e in entries if not e.is_p2p and e.process_group[0] in parallel)
         times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)

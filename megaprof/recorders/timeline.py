@@ -36,10 +36,10 @@ from megaprof.recorders.tape import Packed, Tape, pack, raw
 from megaprof.recorders.timeline_steps import (
     BEHIND,
     RECENT_STEPS,
-    Calls,
     Key,
     PackedStep,
     RecordedStep,
+    TimedCalls,
     TimelineFiles,
 )
 from megaprof.runtime.background import Background
@@ -99,7 +99,7 @@ class TimelineRecorder:
         self._without: str | None = None  # why times are the host's although a GPU is in use
         self._waiting: deque[RecordedStep] = deque()
         self._writing = threading.Lock()
-        self.by_key: dict[Key, Calls] = {}
+        self.by_key: dict[Key, TimedCalls] = {}
         """The calls so far, by target and role."""
         self._running: RecordedStep | None = None
         self._read_waits: Callable[[int], format.Waited | None] | None = None
@@ -133,7 +133,7 @@ class TimelineRecorder:
         before it. ``disturbed``: the profiler was opened or closed right before it."""
         calls = self.by_key.get(key)
         if calls is None:
-            calls = self.by_key[key] = Calls(*key)
+            calls = self.by_key[key] = TimedCalls(*key)
         calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
         step.number, step.index, step.own = number, index, 0
@@ -357,7 +357,7 @@ class TimelineRecorder:
             self._last_shapes, self._work_of_shapes = given, work
         return work
 
-    def _metadata(self, calls: Calls, facts: CallFacts) -> dict[str, Any]:
+    def _metadata(self, calls: TimedCalls, facts: CallFacts) -> dict[str, Any]:
         """Returns the metadata of a call, made once for all calls with the same. Lengths that vary from call to call
         are null in it."""
         lengths = facts.seq_length, facts.micro_batch_size

@@ -1,6 +1,5 @@
-"""A step of the timeline, from its beginning on the training thread until the background thread has written it; and how
-fast the last steps were. Files are appended to, rotated and bounded, and always whole up to their last record.
-"""
+"""The steps of the timeline on their way from the training thread into files, and how long the last ones took. Files
+are appended to, rotated and bounded, and always whole up to their last record."""
 
 from __future__ import annotations
 
@@ -57,9 +56,9 @@ class PackedStep(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Calls:
-    """The calls of one target and role so far. The times of the last ones are filled and read on the background
-    thread."""
+class TimedCalls:
+    """The calls of one target and role so far, and the times of the last ones, which the background thread fills and
+    reads."""
 
     target: str
     role: str | None
@@ -141,7 +140,7 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     """The number of calls with the same step number before it."""
     count: int
     """Its number among the finished calls of its target and role, from 1 on."""
-    calls: Calls
+    calls: TimedCalls
     metadata: dict[str, Any]
     """The description that it shares with other steps."""
     flags: int
@@ -159,7 +158,7 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     """The GPU's memory when the step ended; None without a GPU."""
 
 
-Place = tuple[int, int]
+FileRow = tuple[int, int]
 """The place where a step was written: the number of the file among the files of this rank, from 1 on, and the row."""
 
 
@@ -189,7 +188,7 @@ class TimelineFiles:
         self._paused_until = 0.0
         self.steps_lost = 0
 
-    def append(self, steps: Sequence[PackedStep]) -> list[Place]:
+    def append(self, steps: Sequence[PackedStep]) -> list[FileRow]:
         """Writes ``steps`` in a single write, into a new file if they do not fit into the open one. Returns their
         places; none if they are lost."""
         if not steps:
@@ -212,7 +211,7 @@ class TimelineFiles:
         self._steps += len(steps)
         return [(self._number, row) for row in range(self._steps - len(steps), self._steps)]
 
-    def add(self, facts: Sequence[tuple[Place, int, bytes]]) -> None:
+    def add(self, facts: Sequence[tuple[FileRow, int, bytes]]) -> None:
         """Writes facts next to steps that are already written: the step's place, which fact it is, and its bytes.
         Leaves out facts on steps of an earlier file. Writes none if they do not fit into the file."""
         records = [

@@ -26,7 +26,7 @@ from megaprof.formats.names import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_
 from megaprof.formats.ranges import GARBAGE, PREFIX
 from megaprof.formats.timeline import Waited
 from megaprof.recorders import Window, emit
-from megaprof.recorders.emit import LoggedRange, names
+from megaprof.recorders.emit import LoggedRange, graph_naming
 from megaprof.recorders.loop import Collections, measure_waits
 from megaprof.runtime.isolation import Suppressed, logger
 from megaprof.runtime.patching import Patches
@@ -160,7 +160,7 @@ class TorchRecorder:
         metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
-            if (of_graphs := names.text()) is not None:
+            if (of_graphs := graph_naming.text()) is not None:
                 recording.add_metadata_json(ranges.GRAPHS_KEY, of_graphs)
             _stop(recording)
             recording.export_chrome_trace(str(raw))
@@ -299,7 +299,7 @@ def _detach_cupti() -> str:
     version = tuple(map(int, str(torch.version.cuda or "0").split(".")[:2]))
     if version < _SINCE:
         return f"attached: CUDA {torch.version.cuda} is older than {'.'.join(map(str, _SINCE))}"
-    if names.graphs:
+    if graph_naming.graphs:
         return "attached: the process has CUDA graphs"
     _detaches, os.environ[_TEARDOWN] = True, "1"
     return "detached"

@@ -15,7 +15,7 @@ import pytest
 
 from megaprof.analysis.report.report import analyze
 from megaprof.cli import main
-from megaprof.formats.inputs import Unreachable, files_below, local_copy, place
+from megaprof.formats.inputs import Unreachable, files_below, local_copy, path_of
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging
 from tests.analysis.fuzzing import nsys_files
@@ -94,7 +94,7 @@ def test_remote_files_of_nsys_are_copied_once(tmp_path: Path, memory: Any) -> No
     there = analyze("memory://bucket/job")
     assert without_places(there.to_json()) == without_places(analyze(directory).to_json())
     names = sorted(path.name for path in directory.glob("*.sqlite"))
-    first, again = (local_copy(place("memory://bucket/job") / names[0]) for _ in range(2))
+    first, again = (local_copy(path_of("memory://bucket/job") / names[0]) for _ in range(2))
     assert first == again
     assert local_copy.cache_info().misses == 2 * len(names), "each of them once, there and here"
     memory.pipe_file("/bucket/other/x.nsys-rep", b"x")
@@ -138,14 +138,14 @@ def test_a_connection_that_breaks_is_a_warning_about_one_file(
 
 
 def test_paths_stay_remote(memory: Any) -> None:
-    path = place("memory://bucket/a/b.json.gz")
+    path = path_of("memory://bucket/a/b.json.gz")
     assert (str(path), path.name, path.suffix) == ("memory://bucket/a/b.json.gz", "b.json.gz", ".gz")
     assert (str(path.parent), str(path.parent / "c")) == ("memory://bucket/a", "memory://bucket/a/c")
-    assert place("file:///tmp/x") == Path("/tmp/x") == place("/tmp/x")
+    assert path_of("file:///tmp/x") == Path("/tmp/x") == path_of("/tmp/x")
     memory.pipe_file("/bucket/a/b.json.gz", b"abc")
     assert path.stat().st_size == 3
-    assert list(map(str, files_below(place("memory://bucket"), (".gz",)))) == [str(path)]
-    assert list(map(str, place("memory://bucket").iterdir())) == [str(path.parent)]
+    assert list(map(str, files_below(path_of("memory://bucket"), (".gz",)))) == [str(path)]
+    assert list(map(str, path_of("memory://bucket").iterdir())) == [str(path.parent)]
     with pytest.raises(Unreachable):
         (path.parent / "none").stat()
 

@@ -409,7 +409,7 @@ def test_the_folders_of_roles_are_read_and_kept_apart(tmp_path: Path, capsys: py
     memory = fsspec.filesystem("memory")
     for path in tmp_path.glob("*/*"):
         memory.pipe_file(f"/verl/{path.relative_to(tmp_path)}", path.read_bytes())
-    assert foreign(inputs.place("memory://verl")) == found
+    assert foreign(inputs.path_of("memory://verl")) == found
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.ranges import GRAPHS_KEY as KEY
 from megaprof.formats.ranges import GraphNames, read_graph_names
 from megaprof.parallel.megatron import innermost
-from megaprof.recorders.emit import names
+from megaprof.recorders.emit import graph_naming
 from tests.analysis.rows import rows
 from tests.hooks.cuda_graph_runtime import EXEC, Capture, Graph, Runtime, launches, made_up_runtime
 
@@ -27,14 +27,14 @@ full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="m
 
 @pytest.fixture
 def runtime(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    names.__init__()  # type: ignore[misc]
+    graph_naming.__init__()  # type: ignore[misc]
     for state in ("curr_iteration", "cuda_graph", "result"):
         empty = (
             {"training": 0, "validation": 0} if state == "curr_iteration" else {"training": None, "validation": None}
         )
         monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, state, empty)
     yield made_up_runtime(monkeypatch)
-    names.__init__()  # type: ignore[misc]
+    graph_naming.__init__()  # type: ignore[misc]
 
 
 def dicts(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
@@ -144,7 +144,7 @@ def test_nothing_stays_of_the_capture(one_rank: Any, kernels: Runtime, tmp_path:
         assert torch.cuda.graph.__enter__ is not entered
         steps(one_rank, 3)
     assert (torch.cuda.graph.__enter__, torch.cuda.graph.__exit__) == (entered, left)
-    assert not names.noting
+    assert not graph_naming.noting
     assert annotations._annotations_enabled is False
     assert dict(annotations.get_kernel_annotations()) == {}
     assert annotations._pending_scopes == []
@@ -154,8 +154,8 @@ def test_a_capture_that_fails_is_the_hosts_and_leaves_no_names(one_rank: Any, ke
     with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), schedule="1")):
         with pytest.raises(RuntimeError, match="of the host"):
             steps(one_rank, 2, fails=True)
-        assert not names.noting
-        assert names.text() is None
+        assert not graph_naming.noting
+        assert graph_naming.text() is None
 
 
 def test_a_graph_that_its_owner_annotates_keeps_those_names(
@@ -170,7 +170,7 @@ def test_a_graph_that_its_owner_annotates_keeps_those_names(
                 kernels.launch()
             annotations.resolve_pending_annotations()
     assert list(annotations.get_kernel_annotations().values()) == [[{"name": "theirs"}]]
-    assert names.text() is None
+    assert graph_naming.text() is None
 
 
 @pytest.mark.parametrize("missing", ["driver", "torch"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaprof.parallel.megatron import NoGrid, coordinates, place
+from megaprof.parallel.megatron import NoGrid, coordinates, coordinates_and_layout
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
 from tests.parallel.test_topology import everybody
 
@@ -80,7 +80,7 @@ def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int],
     layout = layout_of(world, sizes, order)
     for rank in range(world):
         with megatron(rank, world, order, **sizes):
-            coords, found = place()
+            coords, found = coordinates_and_layout()
             assert coords == layout.coords(rank)
             assert found is not None
         assert everybody(found) == everybody(layout)
@@ -117,7 +117,7 @@ def test_chunks_are_the_callers_or_megatrons_virtual_pipeline_size() -> None:
 
 def test_an_uninitialised_parallel_state_is_a_value_error() -> None:
     with pytest.raises(ValueError, match=r"not initialised, .* call parallel_state.initialize_model_parallel"):
-        place()
+        coordinates_and_layout()
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
@@ -128,7 +128,7 @@ def test_a_models_own_process_groups_say_the_same(order: str) -> None:
     for rank in range(16):
         with megatron(rank, 16, order, tp=2, pp=2, cp=2, ep=2):
             own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
-            by_groups, by_state = place(own), place()
+            by_groups, by_state = coordinates_and_layout(own), coordinates_and_layout()
             assert by_groups[0] == by_state[0]
             assert everybody(by_groups[1]) == everybody(by_state[1])
 
@@ -143,8 +143,8 @@ def test_ranks_that_spread_weights_are_data_parallel(sizes: dict[str, int], laid
     for rank in range(16):
         with megatron(rank, 16, remat=2, **sizes):
             own = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp", "gtp_remat"])
-            coords, layout = place()
-            assert place(own) == (coords, layout)
+            coords, layout = coordinates_and_layout()
+            assert coordinates_and_layout(own) == (coords, layout)
             assert coords.sizes.world == 16
             assert (layout is not None) == laid_out
             assert layout is None or layout.coords(rank) == coords
@@ -156,11 +156,11 @@ def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:
     with megatron(1, 8, tp=2, pp=2):
         group = parallel_state.get_tensor_model_parallel_group()
         with pytest.raises(NoGrid, match=r"make 16 ranks .*, and the job has 8"):
-            place(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
+            coordinates_and_layout(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
         with pytest.raises(NoGrid, match="lack cp, dp"):
-            place(SimpleNamespace(tp=group, pp=group))
+            coordinates_and_layout(SimpleNamespace(tp=group, pp=group))
         with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language.*groups=p2p_communicator"):
-            place(SimpleNamespace(module_pgs={"images": None, "language": None}))
+            coordinates_and_layout(SimpleNamespace(module_pgs={"images": None, "language": None}))
 
 
 def modules(dims: str = "tp-cp-dp-pp", gap: int = 0, **shapes: tuple[int, ...]) -> SimpleNamespace:
@@ -190,7 +190,7 @@ def test_modules_that_follow_each_other_are_one_grid(
     for rank in range(16):
         with megatron(rank, 16):
             given = modules(dims, images=images, language=language)
-            coords, layout = place(given)
+            coords, layout = coordinates_and_layout(given)
             found.append(coords)
         assert everybody(layout) == everybody(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else None)
     places = {(each.pp, each.tp, each.dp) for each in found}
@@ -209,7 +209,7 @@ def test_modules_that_follow_each_other_are_one_grid(
 )
 def test_modules_that_are_no_one_grid_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
     with megatron(0, 8), pytest.raises(NoGrid, match=reason):
-        place(modules(**given))
+        coordinates_and_layout(modules(**given))
 
 
 def test_modules_side_by_side_are_refused() -> None:
@@ -217,10 +217,10 @@ def test_modules_side_by_side_are_refused() -> None:
         given = modules(images=(1, 1, 2, 1), sounds=(1, 1, 2, 1), language=(1, 1, 2, 2))
         given.topology = {"images": ["language"], "sounds": ["language"], "language": []}
         with pytest.raises(NoGrid, match="one behind the other"):
-            place(given)
+            coordinates_and_layout(given)
 
 
 def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with megatron(1, 8, tp=2):
         monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD)
-        assert place()[1] is None
+        assert coordinates_and_layout()[1] is None

@@ -15,7 +15,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand
 from megaprof.control.listener import Listener
 from megaprof.recorders import Recorder, Window, build_recorders, torch_profiler
-from megaprof.recorders.emit import names
+from megaprof.recorders.emit import graph_naming
 from megaprof.recorders.torch_profiler import TorchRecorder, _detach_cupti, _keep_cupti
 
 TEARDOWN, NO_RETURN = "TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"
@@ -27,7 +27,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr(names, "graphs", False)
+    monkeypatch.setattr(graph_naming, "graphs", False)
     monkeypatch.setattr(torch_profiler, "_detaches", False)
 
 
@@ -57,7 +57,7 @@ def test_older_versions_keep_it(version: str | None, cuda: None, monkeypatch: py
 
 
 def test_a_process_with_graphs_keeps_it(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "graphs", True)
+    monkeypatch.setattr(graph_naming, "graphs", True)
     assert _detach_cupti() == "attached: the process has CUDA graphs"
     assert TEARDOWN not in os.environ
 
@@ -144,7 +144,7 @@ def test_the_metadata_say_what_became_of_it(
 GRAPH = """
 import sys, torch
 from megaprof import ProfileConfig, install_hooks
-from megaprof.recorders.emit import names
+from megaprof.recorders.emit import graph_naming
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 init_distributed()
 torch.cuda.graph.__enter__ = lambda graph: graph
@@ -152,10 +152,10 @@ torch.cuda.graph.__exit__ = lambda graph, *exception: None
 with cpu_megatron():
     gpt = build(GPTWorkload())
     with install_hooks(gpt.chunks, ProfileConfig(("train_actor",), sys.argv[1], activities=("cpu",))):
-        before = names.graphs
+        before = graph_naming.graphs
         with object.__new__(torch.cuda.graph):
             pass
-        print(before, names.graphs)
+        print(before, graph_naming.graphs)
 """
 
 

@@ -32,7 +32,7 @@ from megaprof.recorders import device
 from megaprof.recorders import timeline as recorder
 from megaprof.recorders.call import read_work
 from megaprof.recorders.timeline import STEPS_AT_ONCE, TimelineRecorder
-from megaprof.recorders.timeline_steps import Calls
+from megaprof.recorders.timeline_steps import TimedCalls
 from tests.analysis.tables import tables_in
 from tests.formats.step_records import events_of
 
@@ -128,7 +128,7 @@ def test_what_lies_between_the_calls_of_one_step_is_known(one_rank: Any, tmp_pat
 def test_a_step_comes_no_more_often_than_steps_last() -> None:
     """The first steps are quicker here, as those of a job whose rank becomes slow are: the time between steps is of the
     same steps, and of their medians, as what a step takes."""
-    calls, start = Calls("train_actor", None), 0
+    calls, start = TimedCalls("train_actor", None), 0
     for milliseconds in (300, 300, 1100, 1200, 1200):
         calls.took((1000 * milliseconds, 0, 0, 0, 0, 0), start)
         assert (calls.seconds() is None) == (start == 0)
@@ -141,7 +141,7 @@ def test_a_step_comes_no_more_often_than_steps_last() -> None:
 def test_compute_is_the_median_of_the_compute_of_each_step() -> None:
     """A disturbance makes the forward of one step long and the backward of another, so the sum of both medians is the
     compute of no step."""
-    calls = Calls("train_actor", None)
+    calls = TimedCalls("train_actor", None)
     for forward, backward, combined in ((100, 300, 0), (300, 100, 0), (100, 250, 60), (250, 100, 60), (110, 260, 0)):
         calls.took(tuple(1000 * ms for ms in (600, forward, backward, combined, 10, 20)), 0)
     recent = calls.recent()
@@ -151,7 +151,7 @@ def test_compute_is_the_median_of_the_compute_of_each_step() -> None:
 
 def test_a_step_that_stood_still_counts_for_no_time() -> None:
     """As in the report on the same steps. Steps that stay long count, for they are what a step takes now."""
-    calls, start = Calls("train_actor", None), 0
+    calls, start = TimedCalls("train_actor", None), 0
     lengths = [1000, 1010, 53_000, 1020, 1030]
     for milliseconds in lengths:
         calls.took((1000 * milliseconds, 0, 0, 0, 0, 0), start)

@@ -48,7 +48,7 @@ from megaprof.analysis.trace.reading import (
 from megaprof.analysis.trace.traces import REPORT, SQLITE
 from megaprof.analysis.what_if.changeable import Changeable
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
-from megaprof.formats.inputs import files_below, place
+from megaprof.formats.inputs import files_below, path_of
 from megaprof.formats.job import Standstill, completed
 from megaprof.formats.phrases import Unanswerable, json_of, listed, of_several
 from megaprof.formats.timeline import SUFFIX
@@ -232,7 +232,7 @@ def analyze(
         NoSuchRun: There is no run with that number.
         Unanswerable: No file can be used, or the Ray cluster cannot.
     """
-    path = place(source)
+    path = path_of(source)
     if isinstance(workers, str):
         path = path.absolute()
     if path.is_file() and path.name.endswith(_OF_ROCPROF):
