@@ -22,7 +22,7 @@ from typing import IO, Any, TypeVar
 
 from megaprof.artifacts.places import Remote, Scratch, carry, is_remote, publish, remove_leftovers, rename
 from megaprof.formats.names import KERNELS_SUFFIX, kineto_temporary, raw_path, repeats, temporary_path
-from megaprof.runtime.isolation import Suppressed, from_host, logger
+from megaprof.runtime.isolation import Suppressed, logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0
@@ -202,11 +202,9 @@ class Writer:
 
     def _do(self, task: _Task) -> None:
         try:
-            task()
-        except Exception as fault:  # when no thread can start any more, a task runs in the host's thread
-            if from_host(fault):
-                raise
-            logger.exception("megaprof: the writer failed; training goes on")
+            # When no thread can start any more, a task runs in the host's thread.
+            with Suppressed(Exception, says="the writer failed, and training goes on"):
+                task()
         finally:
             marker = self._busy
             try:

@@ -327,12 +327,12 @@ class Listener:
         state = position, running, sum(begun.values())
         if state != self._host[0]:
             self._host = state, now
-        finished = {} if timeline is None else timeline.calls()
         calls = []
-        for key in dict.fromkeys((*begun, *finished)):
-            wish = session.agenda.wishes.get(key)
-            step, count = finished.get(key, (None if wish is None else wish.last, None))
-            calls.append(Calls(*key, begun.get(key), self._seconds(key), step, count))
+        for key, number in begun.items():
+            timed = None if timeline is None else timeline.by_key.get(key)
+            finished = None if timed is None else timed.finished
+            step, count = finished or (session.agenda.wishes[key].last, None)
+            calls.append(Calls(*key, number, self._seconds(key), step, count))
         return RankStatus(
             run=None if self._run is None else self._run.run,
             rank=self._coords.rank,

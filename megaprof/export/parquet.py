@@ -112,7 +112,7 @@ def _written(
             try:
                 timeline = read_timeline(path, events=False)
             except UnreadableTimeline as fault:
-                warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
+                warnings.append(Note("skipped", files=(path.name,), said=str(fault)))
             else:
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:

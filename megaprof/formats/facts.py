@@ -23,7 +23,6 @@ _MOST_16, _MOST_32 = (1 << 16) - 1, (1 << 32) - 1
 #: Sources of the lengths, the most exact first. A timeline stores the index in this list plus one.
 SOURCES = PACKED, MASK, POSITIONS, SHAPES = "packed_seq_params", "attention_mask", "position_ids", "shapes"
 
-_OF_WORK = struct.Struct("<IIQ")
 _WORK_ROW = np.dtype([("tokens", "<u4"), ("sequences", "<u4"), ("squares", "<u8")])
 
 
@@ -49,11 +48,11 @@ def pack_work(works: Mapping[int, Work]) -> bytes:
     Returns nothing if the work of none is known."""
     if not works:
         return b""
-    rows = [bytes(_OF_WORK.size)] * (max(works) + 1)
+    rows = np.zeros(max(works) + 1, dtype=_WORK_ROW)
     for microbatch, work in works.items():
-        rows[microbatch] = _OF_WORK.pack(min(work.tokens, _MOST_32), min(len(work.lengths), _MOST_32), work.squares)
+        rows[microbatch] = min(work.tokens, _MOST_32), min(len(work.lengths), _MOST_32), work.squares
     least_exact = max(map(SOURCES.index, {work.source for work in works.values()}))
-    return b"".join((bytes((least_exact + 1,)), *rows))
+    return bytes((least_exact + 1,)) + rows.tobytes()
 
 
 def unpack_work(payload: bytes) -> tuple[str, npt.NDArray[np.float64]] | None:
@@ -223,7 +222,6 @@ PARTS = (
 )
 #: Those that are other calls of the schedule.
 CALLS = frozenset([*_TARGETS, "reference"])
-_PART = struct.Struct("<BI")
 _PART_ROW = np.dtype([("part", "u1"), ("us", "<u4")])
 
 
@@ -239,16 +237,16 @@ def pack_between(spans: Iterable[tuple[str, int]]) -> bytes:
     rows = []
     for number, same in groupby(numbers, itemgetter(0)):
         us = sum(ns for _, ns in same) // 1000
-        rows += [_PART.pack(number, _MOST_32)] * (us // _MOST_32) + [_PART.pack(number, us % _MOST_32)] * (us > 0)
-    return b"".join(rows)
+        rows += [(number, _MOST_32)] * (us // _MOST_32) + [(number, us % _MOST_32)] * (us > 0)
+    return np.array(rows, dtype=_PART_ROW).tobytes()
 
 
 def unpack_between(payloads: Sequence[bytes]) -> npt.NDArray[np.float64]:
     """Returns [call, part]: the milliseconds before each of many calls that have each of `PARTS`. A damaged payload has
     none."""
-    whole = [payload if len(payload) % _PART.size == 0 else b"" for payload in payloads]
+    whole = [payload if len(payload) % _PART_ROW.itemsize == 0 else b"" for payload in payloads]
     rows = np.frombuffer(b"".join(whole), dtype=_PART_ROW)
-    call = np.repeat(np.arange(len(whole)), [len(payload) // _PART.size for payload in whole])
+    call = np.repeat(np.arange(len(whole)), [len(payload) // _PART_ROW.itemsize for payload in whole])
     known = (rows["part"] > 0) & (rows["part"] <= len(PARTS))
     took_ms = np.zeros((len(whole), len(PARTS)))
     np.add.at(took_ms, (call[known], rows["part"][known] - 1), rows["us"][known] / 1e3)
@@ -258,7 +256,7 @@ def unpack_between(payloads: Sequence[bytes]) -> npt.NDArray[np.float64]:
 def unpack_spans(payload: bytes, start_ns: int) -> list[tuple[str, int, int]]:
     """Returns the parts before a call that began at ``start_ns``, the last one first, each with its begin and end on
     the same clock. None of damaged bytes."""
-    rows = list(_PART.iter_unpack(payload)) if len(payload) % _PART.size == 0 else []
+    rows = np.frombuffer(payload, dtype=_PART_ROW).tolist() if len(payload) % _PART_ROW.itemsize == 0 else []
     spans, end = [], start_ns
     for number, us in reversed(rows):
         begin = end - 1000 * us

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megaprof.formats.inputs import RemotePath, read_input
+from megaprof.formats.inputs import read_input
 from megaprof.formats.names import is_shard
 from megaprof.parallel.schedules import Placement
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
@@ -233,11 +233,6 @@ def read_sidecar(path: Path) -> Metadata:
 
 def sidecars(directory: Path) -> list[Path]:
     """Returns every ``.nsys.json`` that may belong to a file of nsys in ``directory``: in it, and in its shards."""
-    found: list[Path]
-    if isinstance(directory, RemotePath):
-        found = [path for path in directory.files() if path.name.endswith(NSYS_SUFFIX)]
-    else:
-        found = [*directory.glob("[!.]*" + NSYS_SUFFIX), *directory.glob("ranks*/[!.]*" + NSYS_SUFFIX)]
-    return sorted(
-        path for path in found if directory == (path.parent.parent if is_shard(path.parent.name) else path.parent)
-    )
+    entries = [*directory.iterdir()]
+    entries += [path for shard in entries if is_shard(shard.name) and shard.is_dir() for path in shard.iterdir()]
+    return sorted(path for path in entries if path.name.endswith(NSYS_SUFFIX) and not path.name.startswith("."))

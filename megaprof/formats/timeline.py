@@ -278,12 +278,7 @@ class Timeline:
 
 
 class UnreadableTimeline(Exception):
-    """A file is no timeline, or cannot be read; ``reason`` completes "<path>: ..."."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
-        self.path = path
-        self.reason = reason
+    """A file is no timeline, or cannot be read; the message completes "<path>: ..."."""
 
 
 def read_timeline(path: Path, *, events: bool = True) -> Timeline:
@@ -293,9 +288,9 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     try:
         data = read_input(path)
     except OSError as fault:
-        raise UnreadableTimeline(path, f"it cannot be read: {fault.strerror or fault}") from None
+        raise UnreadableTimeline(f"it cannot be read: {fault.strerror or fault}") from None
     if data[: len(MAGIC)] != MAGIC[: len(data)] or (data and len(data) < len(MAGIC)):
-        raise UnreadableTimeline(path, "it is no timeline of megaprof's")
+        raise UnreadableTimeline("it is no timeline of megaprof's")
     metadata: list[Metadata] = []
     shapes: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[Any]] = []
@@ -337,7 +332,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     except ValueError as fault:
         damage = str(fault)
     except MemoryError:
-        raise UnreadableTimeline(path, "it does not fit into memory") from None
+        raise UnreadableTimeline("it does not fit into memory") from None
     steps = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=STEP_TYPE), *blocks])
     is_impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
     is_impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)

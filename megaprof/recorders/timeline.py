@@ -134,10 +134,9 @@ class TimelineRecorder:
         calls = self.by_key.get(key)
         if calls is None:
             calls = self.by_key[key] = TimedCalls(*key)
-        calls.number = number
         step = RecordedStep(facts.chunks, facts.forward_only, self.clock)
         step.number, step.index, step.own = number, index, 0
-        step.calls, step.metadata = calls, self._metadata(calls, facts)
+        step.calls, step.metadata = calls, self._metadata(calls, facts, number)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
         step.start_ns = time.time_ns()
@@ -196,10 +195,6 @@ class TimelineRecorder:
                 "megaprof: the timeline of rank %d lacks %d steps: %d waited too long, and %d could not be written",
                 *(self._coords.rank, sum(missing), *missing),
             )
-
-    def calls(self) -> dict[Key, tuple[int, int]]:
-        """Returns the number of the last finished step and the number of finished calls, by target and role."""
-        return {key: calls.finished for key, calls in list(self.by_key.items()) if calls.finished is not None}
 
     def recent(self) -> Recent | None:
         """Returns the times of the last training steps, or if there are none, of what ran last."""
@@ -357,9 +352,9 @@ class TimelineRecorder:
             self._last_shapes, self._work_of_shapes = given, work
         return work
 
-    def _metadata(self, calls: TimedCalls, facts: CallFacts) -> dict[str, Any]:
-        """Returns the metadata of a call, made once for all calls with the same. Lengths that vary from call to call
-        are null in it."""
+    def _metadata(self, calls: TimedCalls, facts: CallFacts, number: int) -> dict[str, Any]:
+        """Returns the metadata of a call, made once for all calls with the same; ``number``: its step. Lengths that
+        vary from call to call are null in it."""
         lengths = facts.seq_length, facts.micro_batch_size
         if calls.lengths is None:
             calls.lengths = lengths
@@ -367,7 +362,7 @@ class TimelineRecorder:
         key = facts.schedule, facts.microbatches, facts.graph, varies
         if (known := calls.metadata.get(key)) is not None:
             return known
-        window = Window(calls.target, calls.role, calls.number or 0, self._coords)
+        window = Window(calls.target, calls.role, number, self._coords)
         metadata = describe(window, RecordedCall(facts, Tape()), self._config, None, self._framework)
         calls.metadata[key] = metadata
         if facts.graph is None:

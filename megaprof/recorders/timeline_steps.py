@@ -62,7 +62,6 @@ class TimedCalls:
 
     target: str
     role: str | None
-    number: int | None = None
     began_ns: int = 0
     """When the last call began, in nanoseconds of the wall clock; 0 before the first one."""
     busy_until_ns: int = 0

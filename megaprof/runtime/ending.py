@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from megaprof.runtime.isolation import from_host, logger
+from megaprof.runtime.isolation import Suppressed
 
 #: How long a SIGTERM is held up, in seconds, if ``--profile-flush-seconds`` is not less. torchrun, SLURM and
 #: Kubernetes all send SIGKILL 30 s after SIGTERM by default.
@@ -135,9 +135,5 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _finish(self, *, last: bool) -> None:
-        try:
+        with Suppressed(Exception, says="finishing files on SIGTERM failed"):
             self._save(last)
-        except Exception as fault:
-            if from_host(fault):
-                raise
-            logger.exception("megaprof: finishing files on SIGTERM failed")

@@ -284,7 +284,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
                 process.background.add(task, ENDLESS, woken=True)
             stall()
             found, stalled = _groups(step, steps), stall()
-            recorded = timeline.calls()["train_actor", None][1]
+            recorded = timeline.by_key["train_actor", None].finished[1]
             reading = timeline._collectives
             read = {"took": 0.0, "share": 0.0, "lock": 0.0}
             if reading is not None:

@@ -153,8 +153,7 @@ def test_any_file_is_a_timeline_or_unreadable(tmp_path_factory: pytest.TempPathF
         path.write_bytes(data)
         try:
             timeline = read_timeline(path)
-        except UnreadableTimeline as fault:
-            assert str(path) in str(fault)  # noqa: PT017
+        except UnreadableTimeline:
             continue
         for position in range(len(timeline.steps)):
             events_of(timeline, position)

@@ -343,7 +343,9 @@ def test_peers_read_the_ring_when_the_same_step_ends(
         timeline, woken = recorded(handle), []
         monkeypatch.setattr(timeline._collectives, "look", lambda **_: [])
         monkeypatch.setattr(timeline._collectives, "due", 2)
-        monkeypatch.setattr(timeline._background, "wake", lambda: woken.append(timeline.calls()["train_actor", None]))
+        monkeypatch.setattr(
+            timeline._background, "wake", lambda: woken.append(timeline.by_key["train_actor", None].finished)
+        )
         for _ in range(4):
             one_rank.train_step()
     assert [step for step, _ in woken] == [2]

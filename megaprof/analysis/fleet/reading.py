@@ -288,7 +288,7 @@ def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: 
         try:
             timeline = timelines.read(path, events=False)
         except format.UnreadableTimeline as fault:
-            reading.warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
+            reading.warnings.append(Note("skipped", files=(path.name,), said=str(fault)))
             continue
         if len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
