@@ -125,10 +125,10 @@ class Writer:
         files."""
         self.run(lambda: self._finished(final))
 
-    def end_window(self, *tasks: Callable[[list[str]], object]) -> None:
-        """Notes that every file of a window was submitted. Once they are complete, ``tasks`` get their paths, or their
-        remote addresses, and the finish hook runs."""
-        self.run(lambda: self._announce(tasks))
+    def end_window(self, written: Callable[[list[str]], object] | None = None) -> None:
+        """Notes that every file of a window was submitted. Once they are complete, ``written`` gets their paths, or
+        their remote addresses, and the finish hook runs."""
+        self.run(lambda: self._announce(written))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Waits for every queued file. Returns False after ``timeout`` seconds, and logs what is missing."""
@@ -316,10 +316,10 @@ class Writer:
                 _remove(final)
         self._written.append(address)
 
-    def _announce(self, tasks: Sequence[Callable[[list[str]], object]] = ()) -> None:
+    def _announce(self, written: Callable[[list[str]], object] | None = None) -> None:
         files, self._written = self._written, []
-        for task in tasks:
-            task(files)
+        if written is not None:
+            written(files)
         if files and self._hook is not None:
             self._hook.run(files)
 

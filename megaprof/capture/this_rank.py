@@ -58,7 +58,7 @@ class ThisRank:
         way. Does not check the ranks of other roles, because such a role may run in a job of another size. If it runs
         in this job, its session logs which of its ranks do not exist.
         """
-        coords, layout = _coordinates_and_layout(models, groups, pipeline=pipeline)
+        coords, layout = _place(models, groups, pipeline=pipeline)
         config.selector(role).check(coords.sizes, layout, option=config.select_option(role))
         config.timeline_selector.check(coords.sizes, layout, option=config.named("timeline_select"))
         lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
@@ -89,9 +89,7 @@ class ThisRank:
         return here
 
 
-def _coordinates_and_layout(
-    models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool
-) -> tuple[RankCoords, WorldLayout | None]:
+def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
     """Returns the coordinates of this rank, and the layout of all ranks. They come from Megatron's global process
     groups, or from the model's own groups if the global ones do not exist."""
     chunks = None if models is None else len(models)

@@ -69,9 +69,7 @@ class WhatIfAnswer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "dir", metavar="DIR", type=path_of, help="directory of captured traces; may be remote (s3://...)"
-    )
+    parser.add_argument("dir", metavar="DIR", type=path_of, help="directory of captured traces, also remote (s3://...)")
     for name, (value, text) in CHOICES.items():
         parser.add_argument(f"--{name}", metavar=value, default="", help=text)
     parser.add_argument("--target", metavar="NAME", help="target (default: the first that can be changed)")

@@ -25,7 +25,7 @@ from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
 from megaprof.config.values import TARGETS, TIMELINE
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import RunningJob, Unsafe, find_job, read, write
-from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_STEPS, RUN, Answer, Refused, Request, RunRecord
+from megaprof.formats.job import CAPTURE, LONGEST_TIMEOUT, MOST_WINDOWS, RUN, Answer, Refused, Request, RunRecord
 from megaprof.formats.phrases import Unanswerable, ago, counted, listed
 
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
@@ -51,8 +51,8 @@ def new_request(
 ) -> Request:
     """Returns a request to the ranks of `run`. Raises Refused as they would; without a run, for what no job could carry
     out."""
-    if not 1 <= steps <= MOST_STEPS:
-        raise Refused(f"--steps {steps} is not a whole number from 1 to {MOST_STEPS}")
+    if not 1 <= steps <= MOST_WINDOWS:
+        raise Refused(f"--steps {steps} is not a whole number from 1 to {MOST_WINDOWS}")
     if not 1 <= timeout <= LONGEST_TIMEOUT:
         raise Refused(f"--timeout {timeout:g} is not a number of seconds from 1 to {LONGEST_TIMEOUT:g}")
     fields = {

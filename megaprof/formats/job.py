@@ -31,8 +31,8 @@ STATUS_RATE = 1000
 #: No job has more ranks, and nobody reads more status files.
 MOST_RANKS = 1 << 18
 _LARGEST_PID = 1 << 31
-#: The most steps of a request, so that a status that names a file for each step and tool stays short enough.
-MOST_STEPS = 100
+#: The most windows of a request, so that a status that names a file for each window and tool stays short enough.
+MOST_WINDOWS = 100
 LONGEST_TIMEOUT = 24 * 3600.0
 #: The phase of a rank between two phases of a schedule call.
 BETWEEN = "between"
@@ -146,7 +146,7 @@ class Request(Record, frozen=True):
     target: Name
     role: Name | None
     """The role whose calls are captured; None if the job has only one role."""
-    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)]
+    steps: Annotated[int, Meta(ge=1, le=MOST_WINDOWS)]
     select: Annotated[str, Meta(min_length=1, max_length=4000)]
     """The ranks that capture, as in `--profile-select`."""
     options: dict[str, bool | str | list[str]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from operator import methodcaller
-from typing import Any
 
 import msgspec
 
@@ -56,12 +56,5 @@ def json_of(value: object) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=number)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_readable(msgspec.to_builtins(value, enc_hook=number)))
-
-
-def _readable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_readable(key): _readable(entry) for key, entry in value.items()}
-    return [_readable(entry) for entry in value] if isinstance(value, list | tuple) else value
+        text = json.dumps(msgspec.to_builtins(value, enc_hook=number), ensure_ascii=False)
+        return msgspec.json.encode(json.loads(text.encode("utf-8", "replace")))

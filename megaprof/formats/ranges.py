@@ -158,9 +158,9 @@ def exchange_range(operation: str, *passes: OfPass) -> str:
     return str(RangeName(operation, fields))
 
 
-def module_range(label: str, number: int | None, mtp: int | None = None) -> str:
+def module_range(label: str, number: int | None, mtp: int | None = None) -> RangeName:
     """Returns the name of one forward of a module in layer ``number``, or in that layer of MTP layer ``mtp``."""
-    return str(RangeName(label, {"n": number} if mtp is None else {"mtp": mtp, "n": number}))
+    return RangeName(label, {"n": number} if mtp is None else {"mtp": mtp, "n": number})
 
 
 def module_backward(name: str) -> str:

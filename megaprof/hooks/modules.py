@@ -29,6 +29,7 @@ from megaprof.capture.bounds import capturing
 from megaprof.capture.profiler import Dispatcher
 from megaprof.formats import codes, ranges
 from megaprof.formats.metadata import WithoutRange
+from megaprof.formats.ranges import RangeName
 from megaprof.hooks.dispatch import argument, given
 from megaprof.parallel.megatron import innermost, language_model
 from megaprof.recorders.call import RecordedCall
@@ -39,7 +40,7 @@ from megaprof.runtime.patching import Wrap
 
 COMPILED = "torch.compile compiles it, or a module around it"
 
-Site = tuple[Any, str, str]
+Site = tuple[Any, str, RangeName]
 """An object, the name of its method that gets a range, and the name of the range."""
 
 
@@ -78,8 +79,9 @@ class ModuleRanges:
         self._dispatcher = dispatcher
         self._call = call
         self._running = _Running()
-        self.without: dict[str, str] = {}
-        """Why a range is missing, by its name. A range is taken out as soon as it is there."""
+        self.without: dict[str, tuple[RangeName, str]] = {}
+        """The missing ranges by their names in full, and why they are missing. One is taken out as soon as it is
+        there."""
 
     @property
     def _active(self) -> bool:
@@ -122,10 +124,8 @@ class ModuleRanges:
     def close(self) -> None:
         """Closes the ranges that an exception left open in this thread, and notes which ranges are missing."""
         layers: dict[tuple[str, str], list[int | None]] = {}  # all that miss the same range for the same reason
-        for name, reason in self.without.items():
-            read = ranges.parse(name)
-            if isinstance(read, ranges.RangeName):
-                layers.setdefault((read.label, reason), []).append(read.fields.get("n"))
+        for name, reason in self.without.values():
+            layers.setdefault((name.label, reason), []).append(name.fields.get("n"))
         self._call.without = tuple(WithoutRange(label, tuple(ns), reason) for (label, reason), ns in layers.items())
         for stack in (self._running.forward, self._running.backward):
             while stack:
@@ -190,13 +190,12 @@ def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
     for chunk in call.facts.chunks:
         compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=call.level == "module") if named else ():
-            if id(owner) in compiled:
-                of_this_call.without[name] = COMPILED
-            else:
-                of_this_call.without[name] = _reason(chunk, name)
-                dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
+            is_compiled_in = id(owner) in compiled
+            of_this_call.without[str(name)] = name, COMPILED if is_compiled_in else _reason(chunk, name.label)
+            if not is_compiled_in:
+                dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, str(name)))
         for owner, method, name in sites(chunk, parts=True):
-            if name.startswith(f"{ranges.PREFIX}{ranges.EXPERTS} ") and id(owner) not in compiled:
+            if name.label == ranges.EXPERTS and id(owner) not in compiled:
                 dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
@@ -267,11 +266,9 @@ def is_compiled(module: Any) -> bool:
     )
 
 
-def _reason(chunk: Any, name: str) -> str:
-    """Returns why the range ``name`` of a shadowed module of ``chunk`` may be missing in the end."""
+def _reason(chunk: Any, label: str) -> str:
+    """Returns why the range of a shadowed module of ``chunk`` may be missing in the end."""
     config = getattr(innermost(chunk), "config", None)
-    read = ranges.parse(name)
-    label = read.label if isinstance(read, ranges.RangeName) else ""
     if getattr(config, "overlap_moe_expert_parallel_comm", False) and label in (ranges.LAYER, "mlp"):
         return "the combined 1F1B schedule calls its parts itself"
     if getattr(config, "cuda_graph_impl", "none") in ("local", "transformer_engine"):
@@ -287,9 +284,9 @@ def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
     """
     language = language_model(chunk)
     for label in ranges.ENCODERS:
-        yield from _forward(getattr(innermost(chunk), label, None), ranges.PREFIX + label)
+        yield from _forward(getattr(innermost(chunk), label, None), RangeName(label, {}))
     for label in (ranges.EMBEDDING, ranges.OUTPUT_LAYER):
-        yield from _forward(getattr(language, label, None), ranges.PREFIX + label)
+        yield from _forward(getattr(language, label, None), RangeName(label, {}))
     for layer in _layers(getattr(language, "decoder", None)):
         yield from _layer_sites(layer, None, parts)
     for number, layer in enumerate(_layers(getattr(language, "mtp", None)), 1):
@@ -308,7 +305,7 @@ def _layers(stack: Any) -> list[Any]:
 def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
     number = getattr(layer, "layer_number", None)
 
-    def name(label: str) -> str:
+    def name(label: str) -> RangeName:
         return ranges.module_range(label, number, mtp)
 
     if callable(getattr(layer, "cudagraph_manager", None)):  # megatron-core's own graphs
@@ -330,7 +327,7 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
             yield dispatcher, step, name(step)
 
 
-def _forward(module: Any, name: str) -> Iterator[Site]:
+def _forward(module: Any, name: RangeName) -> Iterator[Site]:
     """Yields the site of a module's ``forward``, if that does something and can be replaced."""
     import torch
     from megatron.core.transformer.identity_op import IdentityOp  # stands in a spec for a part that the layer lacks

@@ -27,7 +27,7 @@ from megaprof.control.directory import RunningJob
 from megaprof.control.listener import Listener
 from megaprof.control.request import new_request
 from megaprof.formats.flight import Entry
-from megaprof.formats.job import MOST_STEPS, Answer, Position, RankStatus, Recent, Request, RunRecord
+from megaprof.formats.job import MOST_WINDOWS, Answer, Position, RankStatus, Recent, Request, RunRecord
 from megaprof.formats.metadata import SESSION_VARIABLE
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
@@ -291,14 +291,14 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
 
 def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of thousands of characters, also ones that no file can hold, and a file for each step and tool."""
-    request = job.order(steps=MOST_STEPS)
+    request = job.order(steps=MOST_WINDOWS)
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    for field, value in (("written", [[name] * 3] * MOST_STEPS), ("reason", "原因\udcff\x1b" * 4000), ("over", True)):
+    for field, value in (("written", [[name] * 3] * MOST_WINDOWS), ("reason", "原因\udcff\x1b" * 4000), ("over", True)):
         monkeypatch.setattr(job.listener._session.demand, field, value)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
     said = job.answer(request)
-    assert len(said.files) == 3 * MOST_STEPS
+    assert len(said.files) == 3 * MOST_WINDOWS
     assert said.reason is not None
     assert said.reason.startswith("原因  原因")
     status = job.status()

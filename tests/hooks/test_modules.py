@@ -126,7 +126,7 @@ def test_every_module_of_every_microbatch_forward_and_backward(name: str, one_ra
         modules = {name: n for name, n in count.items() if (read := parse(name)) and read.module}
         for layer in (layer for chunk in rank["layers"] for layer in chunk):
             for label in ("layer", "attention", "mlp", *(("router", "experts") if moe else ())):
-                forward = module_range(label, layer)
+                forward = str(module_range(label, layer))
                 assert (modules[forward], modules[module_backward(forward)]) == (workload.microbatches,) * 2, forward
         for name, times in modules.items():
             read = parse(name)
@@ -173,7 +173,7 @@ def test_levels_and_recomputation(recomputing: Any, tmp_path: Path) -> None:
     assert {read.module for name, _ in ranges if (read := parse(name))} == {None, "embedding", "layer", "output_layer"}
     within = Counter((name, (parent or "-").split()[0]) for name, parent in ranges)
     for layer in (1, 2):
-        forward = module_range("layer", layer)
+        forward = str(module_range("layer", layer))
         for name, inside in ((forward, "forward"), (forward, "backward"), (module_backward(forward), "backward")):
             assert within[name, f"megaprof/{inside}"] == recomputing.workload.microbatches
 
@@ -256,14 +256,14 @@ def test_roles_are_found_by_attribute_in_hybrid_mamba_moe_and_mtp_models() -> No
     )
     # LLaVA has the decoder of its language model as one of its own, too.
     llava = Tree(language_model=hybrid, decoder=hybrid.decoder)
-    names = [name.removeprefix("megaprof/") for _, _, name in sites(llava, parts=True)]
+    names = [str(name).removeprefix("megaprof/") for _, _, name in sites(llava, parts=True)]
     assert names == [
         *("embedding", "output_layer", "layer n=3", "mixer n=3", "layer n=4", "attention n=4", "layer n=5", "mlp n=5"),
         *("router n=5", "experts n=5", "shared_experts n=5", "token_permutation n=5", "token_unpermutation n=5"),
         *("mtp_layer n=1", "layer mtp=1 n=1", "mlp mtp=1 n=1"),
     ]
     assert {parse(f"megaprof/{name}").module for name in names} <= MODULES  # type: ignore[union-attr]
-    layers = [name for _, _, name in sites(hybrid, parts=False)]
+    layers = [str(name) for _, _, name in sites(hybrid, parts=False)]
     assert len(layers) == 7
 
 
@@ -277,7 +277,7 @@ def test_the_layers_of_an_encoder_are_counted() -> None:
 
 def test_labels_are_one_vocabulary() -> None:
     assert set(LAYER_PARTS.values()) <= MODULES
-    read = parse(module_backward(module_range("experts", 3, mtp=1)))
+    read = parse(module_backward(str(module_range("experts", 3, mtp=1))))
     assert read is not None
     assert (read.module, read.is_module_backward, read.fields) == ("experts", True, {"mtp": 1, "n": 3})
     for label in ("forward", "backward", "recv_backward", "finalize_grads"):

@@ -99,5 +99,3 @@ def test_places_outside_the_world_are_refused() -> None:
     for rank in (-1, 8):
         with pytest.raises(ValueError, match=f"rank {rank} is outside the world of 8 ranks"):
             layout.coords(rank)
-    with pytest.raises(ValueError, match="pp=2 is outside its size 2"):
-        layout.rank_of(pp=2)

@@ -160,7 +160,7 @@ def two_stages(directory: Path, *, ranged: bool) -> TargetReport:
         for each in (e for e in run.events if e.stage == pp):
             getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
             for n in range(layers if ranged else 0):
-                label = ranges.module_range(ranges.LAYER, first + n)
+                label = str(ranges.module_range(ranges.LAYER, first + n))
                 label = label if each.phase == "forward" else ranges.module_backward(label)
                 ms = layer_ms if each.phase == "forward" else 2 * layer_ms
                 trace.event(label, each.start_ms + n * ms, ms)
@@ -211,7 +211,7 @@ def test_what_passes_take_beside_their_layers_comes_with_every_chunk(stages: int
             getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
             longer = 1 if each.phase == "forward" else 2
             for n in range(2):
-                label = ranges.module_range(ranges.LAYER, 2 * pp + 1 + n)
+                label = str(ranges.module_range(ranges.LAYER, 2 * pp + 1 + n))
                 label = label if longer == 1 else ranges.module_backward(label)
                 trace.event(label, each.start_ms + 10.0 * longer * n, 10.0 * longer)
         trace.call(0.0, run.step_ms)
@@ -242,7 +242,7 @@ def first_dense(directory: Path, *, ranged: bool) -> TargetReport:
             getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
             begin, longer = each.start_ms, 1 if each.phase == "forward" else 2
             for number, ms in enumerate(own if ranged else (), first):
-                label = ranges.module_range(ranges.LAYER, number)
+                label = str(ranges.module_range(ranges.LAYER, number))
                 trace.event(label if longer == 1 else ranges.module_backward(label), begin, longer * ms)
                 begin += longer * ms
         trace.call(0.0, run.step_ms)

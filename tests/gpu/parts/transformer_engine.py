@@ -51,7 +51,7 @@ def run(work: Path, cpu: bool) -> Found:
                 one
                 for layer in layer_numbers(gpt)[0]
                 for part in ("layer", "attention", "mlp")
-                for one in (module_range(part, layer), module_backward(module_range(part, layer)))
+                for one in (str(module_range(part, layer)), module_backward(str(module_range(part, layer))))
                 if names.count(one) != every
             ]
             found.expect(f"{name}: modules without a range for every microbatch", wrong, [])
