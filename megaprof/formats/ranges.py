@@ -116,10 +116,6 @@ class RangeName:
         return f"{PREFIX}{self.label}" + "".join(fields)
 
     @property
-    def is_p2p(self) -> bool:
-        return self.label in P2P_OPERATIONS or self.label.startswith(WAIT)
-
-    @property
     def module(self) -> str | None:
         """The label of the module (one of ``MODULES``) whose forward or backward it is; None for other ranges."""
         label = self.label.removesuffix(_BACKWARD_OF_MODULE)

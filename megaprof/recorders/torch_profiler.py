@@ -50,7 +50,7 @@ class TorchRecorder:
     """
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
-        if not _activities(config):
+        if not _recordable(config):
             raise ValueError(
                 f"{flag('activities')} cuda: there is no CUDA device here, or this process does not use it yet; add "
                 "cpu, or install the hooks where and when the model is on its GPU"
@@ -115,8 +115,7 @@ class TorchRecorder:
         """
         self._watch.restore()
         if self._prepared is None:
-            activities = _activities(self._config)
-            self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
+            self._recorded = _recordable(self._config)
             experimental = None
             if not self._config.with_stack:
                 # It keeps torch from making Python objects of the events, which nothing uses, and makes closing a
@@ -124,7 +123,7 @@ class TorchRecorder:
                 with Suppressed(TypeError):  # an older torch does not know it
                     experimental = torch._C._profiler._ExperimentalConfig(trace_only=True)
             self._prepared = profile(  # an exception from here on ends in `discard`
-                activities=activities,
+                activities=[_ACTIVITIES[name] for name in self._recorded],
                 record_shapes=self._config.record_shapes,
                 profile_memory=self._config.profile_memory,
                 with_stack=self._config.with_stack,
@@ -229,15 +228,15 @@ class TorchRecorder:
         self._profile = None
 
 
-def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
-    """Returns the activities that can be recorded now. A host may begin to use CUDA between two windows.
+def _recordable(config: ProfileConfig) -> tuple[str, ...]:
+    """Returns the names of the activities that can be recorded now. A host may begin to use CUDA between two windows.
 
     Asking Kineto for CUDA activity without a device prints a warning per window. Kineto must have been built with it.
     And the process must have initialised CUDA already: otherwise the profiler's synchronisation at the end of a window
     would do so, for example in a CPU actor on a GPU machine.
     """
     cuda = torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
-    return [_ACTIVITIES[activity] for activity in config.activities if activity != "cuda" or cuda]
+    return tuple(name for name in config.activities if name != "cuda" or cuda)
 
 
 def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:

@@ -472,8 +472,8 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
 
 @pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
 def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    for number in range(8):
-        job.handle._session.agenda.wishes["train_actor", f"{number}" + role] = Wish(None, ran=7, last=6)
+    for name in (role, *(f"{number}" + role for number in range(8))):
+        job.handle._session.agenda.wishes["train_actor", name] = Wish(None, ran=7, last=6)
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
     recent = Recent("train_actor", 32, *[123456.789012] * 7, role)
     recorder = job.handle._session.timeline  # its task runs until it is closed
@@ -481,8 +481,9 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
     timeline = SimpleNamespace(
         position=lambda: inside,
         device_position=lambda: inside,
-        calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
-        by_key={("train_actor", role): SimpleNamespace(times=[()], seconds=lambda: 1.0)},
+        by_key={
+            ("train_actor", role): SimpleNamespace(finished=(1 << 40, 1 << 40), times=[()], seconds=lambda: 1.0),
+        },
         recent=lambda: recent,
         waits=lambda: 0.123456789,
         close=recorder.close,

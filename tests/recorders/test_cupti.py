@@ -124,7 +124,7 @@ def test_the_metadata_say_what_became_of_it(
     """With a GPU; here Kineto records none, and only the environment of this process is looked at."""
     from megaprof.analysis.trace.traces import find_traces, read_trace
 
-    monkeypatch.setattr(torch_profiler, "_activities", lambda config: [*torch_profiler._ACTIVITIES.values()])
+    monkeypatch.setattr(torch_profiler, "_recordable", lambda config: ("cpu", "cuda"))
     seen = []
     stop = torch_profiler._stop
     monkeypatch.setattr(

@@ -370,7 +370,7 @@ def test_waits_for_data_are_on_the_hosts_clock(made: Any, clock: Any) -> None:
     began = noted.begin(outer, True)
     code = codes.DATA | noted.forward
     start = noted.begin(code, True)
-    assert (noted.now, codes.place(noted.now)[0]) == (code, 3)
+    assert (noted.now, codes.microbatch_and_chunk(noted.now)[0]) == (code, 3)
     noted.end(code, start)
     assert noted.now == outer
     noted.end(outer, began)

@@ -229,7 +229,7 @@ def _step(trace: Trace, outer: TracedRange, role: str | None, number: int, index
             data=covered(loading, spans) if len(loading) else None,
             exposed={},
         ),
-        exchanges={label: np.tile(times_of(of), 2) for label, of in by_label.items() if of[0].name.is_p2p},
+        exchanges={label: np.tile(times_of(of), 2) for label, of in by_label.items() if ranges.transfers(label)},
         finalize=finalize,
         has_kernels=trace.gpu is not None or unseen is not None,
         spent=dict.fromkeys((*_ANY_USER, "unknown"), 0.0 if unseen is None else np.nan),
