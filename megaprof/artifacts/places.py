@@ -44,11 +44,12 @@ class Scratch:
     """
 
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
-        self.bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
+        self.bases: tuple[Path, ...] = ()
         """The directories that may hold it, the best one first."""
         self._spare = SPARE_BYTES * local_ranks()
         self._directory: Path | None = None
-        with Suppressed(OSError):
+        with Suppressed(OSError):  # also where there is no temporary directory
+            self.bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
             device = os.stat(destination).st_dev
             for base in self.bases:
                 usable = base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device

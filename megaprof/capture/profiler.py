@@ -153,13 +153,13 @@ class Dispatcher:
         return taker, models
 
     def owner(self, models: tuple[Any, ...] | None) -> Session | None:
-        """Returns the session that was added for any of ``models``, which have no wrappers; for None, the one that was
-        added without models."""
+        """Returns the session that was added for any of ``models``, which have no wrappers but that of torch.compile,
+        which the host may add later; for None, the one that was added without models."""
         for session in self.sessions:
             if models is None or session.models is None:
                 if models is session.models:
                     return session
-            elif any(reference() is model for reference in session.models for model in models):
+            elif any(each() is getattr(model, "_orig_mod", model) for each in session.models for model in models):
                 return session
         return None
 
@@ -179,7 +179,8 @@ def enter(session: Session, models: tuple[Any, ...] | None, *patches: Callable[[
             # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
             multiprocessing.util.Finalize(None, _finish_all, exitpriority=0)
     process.dispatcher.last_model = None
-    session.models = None if models is None else tuple(weakref.ref(innermost(model)) for model in models)
+    uncompiled = (getattr(model, "_orig_mod", model) for model in map(innermost, models or ()))
+    session.models = None if models is None else tuple(map(weakref.ref, uncompiled))
     process.sessions.append(session)
     for patch in patches:
         if patch not in process.patched_by:

@@ -94,6 +94,8 @@ def test_no_scratch_without_room_or_on_the_same_disk(
     monkeypatch.setattr(scratch, "SPARE_BYTES", 0)
     assert Scratch(tmp_path, (tmp_path,)).place(tmp_path / "a") is None
     assert list(memory.iterdir()) == []
+    monkeypatch.setattr("tempfile.gettempdir", lambda: os.listdir("/no temporary directory"))
+    assert Scratch(tmp_path).place(tmp_path / "a") is None
 
 
 @pytest.mark.usefixtures("little")

@@ -112,3 +112,12 @@ def test_a_compiled_stack_has_no_ranges_inside(one_rank: Any) -> None:
     covered = compiled_in(chunk)
     assert {id(module) for module in decoder.modules()} <= covered
     assert id(chunk.module.embedding) not in covered
+
+
+def test_a_model_that_is_compiled_before_or_behind_the_hooks_is_that_model(one_rank: Any, tmp_path: Path) -> None:
+    model = one_rank.chunks[0].module
+    compiled = torch.compile(model)
+    config = ProfileConfig(("train_actor",), str(tmp_path))
+    for first, second in ((model, compiled), (compiled, one_rank.chunks)):
+        with install_hooks(first, config) as handle:
+            assert install_hooks(second, config) is handle
