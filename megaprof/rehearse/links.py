@@ -75,6 +75,8 @@ def given(texts: Iterable[str]) -> dict[str, Link]:
     for text in texts:
         name, equals, value = text.partition("=")
         try:
+            if equals and name not in ("nvlink", "ib", "gloo"):
+                raise ValueError("NAME must be nvlink, ib, or on the CPU gloo")
             if stated := _STATED.fullmatch(value):
                 bandwidth, unit, latency, scale = stated.groups()
                 seconds = float(latency) * (1e-3 if scale == "ms" else 1e-6)

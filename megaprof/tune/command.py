@@ -52,11 +52,12 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
     for option, off_words in _SAVING.items():
         if _has(words, option):
             words, turned_off = [*_without(words, {_name(word) for word in (option, *off_words)}), *off_words], True
-    if not turned_off and not _has(words, _MEGATRON_LM):
+    script = next((word for word in words if word.endswith(".sh")), None)
+    if not turned_off and (script or not _has(words, _MEGATRON_LM)):
+        why = f"{script} may have others" if script else f"it is no command of Megatron-LM, with {_MEGATRON_LM}"
         raise UsageError(
-            f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
-            f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
-            "--saving-off WORDS, or --saving-off '' if it saves none"
+            f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and {why}."
+            " Give the words that turn saving off with --saving-off WORDS, or --saving-off '' if it saves none"
         )
     return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 
@@ -86,19 +87,17 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
     kept_words: list[str] = []
     dropped_option = None
     for word in words:
-        if _names_an_option(word):
+        if word.startswith("--") or (dropped_option is None and _names_an_option(word)):
             dropped_option = _name(word) if _name(word) in names else None
             if dropped_option is None:
                 kept_words.append(word)
             elif "=" in word:
                 dropped_option = None  # its value is in the same word
-        elif dropped_option is not None and (
-            not dropped_option.startswith("--account") or word.lower() in ("true", "false")
-        ):
+        else:  # a value of the option, or a word by itself
+            is_flag = dropped_option is not None and dropped_option.startswith("--account")
+            if dropped_option is None or (is_flag and word.lower() not in ("true", "false")):
+                kept_words.append(word)
             dropped_option = None
-        else:
-            dropped_option = None
-            kept_words.append(word)
     return kept_words
 
 

@@ -25,7 +25,7 @@ def test_links_are_stated_or_read_from_nccl_tests(tmp_path: Path) -> None:
     assert (read.bandwidth, read.latency, read.known) == (458.30e9, pytest.approx(18.2e-6), "measured")
 
 
-@pytest.mark.parametrize("text", ["nvlink=fast", "nvlink", "ib=0GB/s,1us"])
+@pytest.mark.parametrize("text", ["nvlink=fast", "nvlink", "ib=0GB/s,1us", "infiniband=50GB/s,1us"])
 def test_a_link_that_says_nothing_is_refused_by_name(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--links.*{text.partition('=')[2] or text}"):
         given([text])

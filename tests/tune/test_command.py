@@ -20,6 +20,7 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
         ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
         ([*LM, "--wandb-project", "p", "--wandb-exp-name", "n", "--bf16"], [*LM, "--wandb-exp-name", "n", "--bf16"]),
         ([*LM, "--save=ckpt", "--tensorboard-dir=tb"], LM),
+        ([*LM, "--save", "runs/lr=1e-4", "--bf16"], [*LM, "--bf16"]),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
         (["main.py", "trainer.default_local_dir=/c", "++trainer.save_freq=5", "x=1"], ["main.py", "x=1", *VERL]),
@@ -35,7 +36,12 @@ def test_nothing_is_saved_and_no_run_is_written(command: list[str], kept: list[s
 
 
 def test_a_command_that_may_save_is_refused() -> None:
-    for command in (["bash", "train.sh"], ["megatron", "sft", "--output_dir", "out", "--save_steps", "50"]):
+    of_a_script = ["srun", "scripts/train.sh", "--num-layers", "8"]  # which may have options of its own
+    for command in (
+        ["bash", "train.sh"],
+        of_a_script,
+        ["megatron", "sft", "--output_dir", "out", "--save_steps", "50"],
+    ):
         with pytest.raises(UsageError, match="--saving-off"):
             without_saving(command)
     assert without_saving(["bash", "train.sh"], ()) == ["bash", "train.sh"]
