@@ -256,17 +256,38 @@ def _expected(step_ms: Interval, old: Diagnosis, new: Diagnosis, layer: Differen
     """Returns what a predicted step amounts to on another machine, in milliseconds.
 
     A prediction leaves the disturbances of the step as they were, so they are replaced by those of the new machine. The
-    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. None if that factor
-    is not known, or if the disturbances leave nothing of the predicted step: they cost less in another layout then.
+    rest of the step is scaled by the factor by which a layer became slower in the quicker passes. A rank or link that
+    is slow in both captures is a part of the prediction; it costs another layout more or less, so only what it became
+    slower counts. None if the factor of a layer is not known, or if the disturbances leave nothing of the predicted
+    step: they cost less in another layout then.
     """
+    then, now = _slow(old), _slow(new)
+    kept = then.keys() & now.keys()
     first, second = (
-        _total(cause.price for cause in diagnosis.causes if KINDS[cause.kind].about == "machine")
-        + Interval.of(diagnosis.rest_ms)
-        for diagnosis in (old, new)
+        _total(
+            each.price
+            for each in side.causes
+            if KINDS[each.kind].about == "machine" and (each.kind, each.ranks, each.link) not in kept
+        )
+        + Interval.of(side.rest_ms)
+        for side in (old, new)
     )
+    for place in kept:
+        second += now[place][0] * (1.0 - then[place][1] / now[place][1])
     if layer is None or not layer.before or not layer.after or first.value >= step_ms.value:
         return None
     return ((step_ms + first * -1.0) * (layer.after / layer.before) + second).clipped(0.0)
+
+
+def _slow(side: Diagnosis) -> dict[tuple[object, ...], tuple[Interval, float]]:
+    """Returns what slow ranks and links cost, and how much slower than others they are, which no layout changes."""
+    found: dict[tuple[object, ...], tuple[Interval, float]] = {}
+    for each in (*side.causes, *side.perhaps):
+        ms = each.parts.get("transfer_ms", 0.0) - each.parts.get("usual_ms", 0.0)
+        slower = each.parts.get("factor", 1.0 + ms) - 1.0
+        if each.kind in ("slow_rank", "slow_link") and slower > 0.0:
+            found[each.kind, each.ranks, each.link] = (each.price, slower)
+    return found
 
 
 def _stage(pp: int, before: Stage | None, after: Stage | None, one_model: bool, alike: bool) -> StageDiff:

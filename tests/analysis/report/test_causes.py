@@ -272,9 +272,11 @@ def test_what_a_stage_cannot_hold_is_not_named(stage: int, name: str) -> None:
 
 def test_an_excess_of_a_stage_is_no_embedding_if_nobody_says_what_it_holds() -> None:
     found = diagnosis(cause("embedding_or_loss", stage=0, parts={"forward_ms": 3.0, "backward_ms": 6.0}))
-    (said,) = causes.findings(MEASURED, found, None)
-    assert "embedding" not in said.text
-    assert "9.00 ms" in said.text
+    held = ChunkTimes(0, ModelChunk(embedding=True), None, None)
+    for stages in ((), (Stage(pp=0, ranks=(), chunks=(held,)),)):  # nothing is known, or not how many layers
+        (said,) = causes.findings(replace(MEASURED, stages=stages), found, None)
+        assert "embedding" not in said.text
+        assert "9.00 ms" in said.text
 
 
 def test_as_many_more_steps_are_asked_for_as_every_open_question_needs() -> None:

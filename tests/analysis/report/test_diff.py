@@ -317,6 +317,23 @@ def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):
     assert "what of that the machine changed is not known" in text.prediction_clause(kept)
 
 
+@pytest.mark.parametrize("slow", [{"link": {1: 20.0}}, {"slow": {1: 1.3}, "peers": 2}])
+def test_what_is_as_slow_in_both_captures_is_a_part_of_the_prediction(tmp_path, slow):
+    """A slow link or rank costs the first layout more than the second one, which hides it."""
+    found = []
+    for number, layers in enumerate(((4, 4, 4, 4), (5, 3, 4, 4))):
+        write(Scenario("job", layers=layers, noise=0.005, steps=3, **slow), tmp_path / str(number))
+        found.append(analyze(tmp_path / str(number)))
+    before, after = found
+    (saved,) = (document_before := document(before))["targets"]
+    change = saved["what_if"]["candidates"][0] | {"layout": after.targets[0].what_if.layout}
+    step_ms = after.targets[0].diagnosis.step_ms
+    step = {"value": step_ms, "low": 0.98 * step_ms, "high": 1.02 * step_ms}
+    saved["what_if"]["candidates"] = [change | {"step_ms": step}]
+    kept = only(compare(read(document_before), after)).prediction
+    assert kept.error == pytest.approx(0.0, abs=0.02)
+
+
 def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):
     """Closing windows took 300 ms of every step of the first capture, which are not in what it predicted."""
     found = []

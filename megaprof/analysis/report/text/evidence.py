@@ -175,7 +175,7 @@ def _ends(cause: Cause, measured: TargetStages) -> str:
         "the output layer and loss": any(content.loss for content in contents),
     }
     there = [name for name, is_there in names.items() if is_there]
-    if not there:
+    if not there or any(content.layers is None for content in contents):
         return "Each microbatch takes {excess} longer on stage {stage} than elsewhere. What it holds is not known."
     return f"Stage {{stage}} holds {' and '.join(there)} beside its layers, which takes {{excess}} of each microbatch."
 
