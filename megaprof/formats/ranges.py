@@ -75,6 +75,8 @@ MTP_LAYER = "mtp_layer"
 OUTPUT_LAYER = "output_layer"
 #: Attributes of a multimodal model that hold what runs in front of its language model (LLaVA's, on the first stage).
 ENCODERS = ("vision_model", "vision_projection")
+#: What is no part of a layer.
+OUTER_MODULES = frozenset((EMBEDDING, LAYER, MTP_LAYER, OUTPUT_LAYER, *ENCODERS))
 #: Attributes of a layer that hold its parts, and the label of each.
 LAYER_PARTS = {"self_attention": "attention", "cross_attention": "cross_attention", "mixer": "mixer", "mlp": "mlp"}
 #: Attributes of a mixture-of-experts ``mlp`` that are modules.
@@ -91,9 +93,7 @@ DISPATCHER_STEPS = (
     "token_combine",
     "combine_postprocess",
 )
-MODULES = frozenset(
-    (EMBEDDING, LAYER, MTP_LAYER, OUTPUT_LAYER, *ENCODERS, *LAYER_PARTS.values(), *MOE_PARTS, *DISPATCHER_STEPS)
-)
+MODULES = OUTER_MODULES.union(LAYER_PARTS.values(), MOE_PARTS, DISPATCHER_STEPS)
 
 _BACKWARD_OF_MODULE = "_backward"
 _ROLE = "role/"

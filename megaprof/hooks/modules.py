@@ -182,20 +182,20 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
 def patch_modules(dispatcher: Dispatcher, call: RecordedCall) -> None:
     """Puts ranges around the modules of ``call`` until it ends, as ``--profile-ranges`` says, and notes how many tokens
     its experts get."""
-    graph, wanted = call.facts.graph, call.level in ("layer", "module")
-    named = wanted and (graph is None or (graph == "capture" and graph_naming.available))
+    graph, labels = call.facts.graph, {"layer": ranges.OUTER_MODULES, "module": ranges.MODULES}.get(str(call.level), ())
+    if graph is not None and not (graph == "capture" and graph_naming.available):
+        labels = ()
     of_this_call = ModuleRanges(dispatcher, call)
-    if named:
-        call.outermost.callback(of_this_call.close)
+    call.outermost.callback(of_this_call.close)
     for chunk in call.facts.chunks:
         compiled = compiled_in(chunk)
-        for owner, method, name in sites(chunk, parts=call.level == "module") if named else ():
+        for owner, method, name in sites(chunk):
             is_compiled_in = id(owner) in compiled
-            of_this_call.without[str(name)] = name, COMPILED if is_compiled_in else _reason(chunk, name.label)
-            if not is_compiled_in:
-                dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, str(name)))
-        for owner, method, name in sites(chunk, parts=True):
-            if name.label == ranges.EXPERTS and id(owner) not in compiled:
+            if name.label in labels:
+                of_this_call.without[str(name)] = name, COMPILED if is_compiled_in else _reason(chunk, name.label)
+                if not is_compiled_in:
+                    dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, str(name)))
+            if name.label == ranges.EXPERTS and not is_compiled_in:
                 dispatcher.of_this_call.shadow(owner, method, lambda bound: partial(_counted, dispatcher, bound))
 
 
@@ -276,8 +276,8 @@ def _reason(chunk: Any, label: str) -> str:
     return "nothing called it in this step"
 
 
-def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
-    """Yields the methods of a model chunk that get a range; with ``parts``, also those inside layers.
+def sites(chunk: Any) -> Iterator[Site]:
+    """Yields the methods of a model chunk that may get a range.
 
     Finds them by the attribute names that GPTModel, MambaModel, HybridModel and similar models share, and never by
     class, because the layer spec chooses the classes. A vision model is one range; T5's encoder has none.
@@ -288,21 +288,21 @@ def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
     for label in (ranges.EMBEDDING, ranges.OUTPUT_LAYER):
         yield from _forward(getattr(language, label, None), RangeName(label, {}))
     for layer in _layers(getattr(language, "decoder", None)):
-        yield from _layer_sites(layer, None, parts)
+        yield from _layer_sites(layer, None)
     for number, layer in enumerate(_layers(getattr(language, "mtp", None)), 1):
         mtp = getattr(layer, "layer_number", number)
         yield from _forward(layer, ranges.module_range(ranges.MTP_LAYER, mtp))
         # Up to 0.16 this is one transformer layer. From 0.17 it is one layer or a stack, under another name.
         inner = getattr(layer, "mtp_model_layer", None) or getattr(layer, "transformer_layer", None)
         for inside in _layers(inner) or ([] if inner is None else [inner]):
-            yield from _layer_sites(inside, mtp, parts)
+            yield from _layer_sites(inside, mtp)
 
 
 def _layers(stack: Any) -> list[Any]:
     return list(getattr(stack, "layers", None) or ())
 
 
-def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
+def _layer_sites(layer: Any, mtp: int | None) -> Iterator[Site]:
     number = getattr(layer, "layer_number", None)
 
     def name(label: str) -> RangeName:
@@ -314,8 +314,6 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
         yield layer, "_te_cuda_graph_replay", name(ranges.LAYER)
     else:
         yield from _forward(layer, name(ranges.LAYER))
-    if not parts:
-        return
     for attribute, label in ranges.LAYER_PARTS.items():
         yield from _forward(getattr(layer, attribute, None), name(label))
     mlp = getattr(layer, "mlp", None)

@@ -17,7 +17,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
+from megaprof.formats.ranges import (
+    DISPATCHER_STEPS,
+    LAYER_PARTS,
+    MODULES,
+    OUTER_MODULES,
+    module_backward,
+    module_range,
+    parse,
+)
 from megaprof.hooks.modules import sites
 from megaprof.parallel.megatron import describe_chunk
 from megaprof.recorders import emit
@@ -256,15 +264,14 @@ def test_roles_are_found_by_attribute_in_hybrid_mamba_moe_and_mtp_models() -> No
     )
     # LLaVA has the decoder of its language model as one of its own, too.
     llava = Tree(language_model=hybrid, decoder=hybrid.decoder)
-    names = [str(name).removeprefix("megaprof/") for _, _, name in sites(llava, parts=True)]
+    names = [str(name).removeprefix("megaprof/") for _, _, name in sites(llava)]
     assert names == [
         *("embedding", "output_layer", "layer n=3", "mixer n=3", "layer n=4", "attention n=4", "layer n=5", "mlp n=5"),
         *("router n=5", "experts n=5", "shared_experts n=5", "token_permutation n=5", "token_unpermutation n=5"),
         *("mtp_layer n=1", "layer mtp=1 n=1", "mlp mtp=1 n=1"),
     ]
     assert {parse(f"megaprof/{name}").module for name in names} <= MODULES  # type: ignore[union-attr]
-    layers = [str(name) for _, _, name in sites(hybrid, parts=False)]
-    assert len(layers) == 7
+    assert sum(name.label in OUTER_MODULES for _, _, name in sites(hybrid)) == 7
 
 
 def test_the_layers_of_an_encoder_are_counted() -> None:
