@@ -206,6 +206,9 @@ class Watched:
     def __bool__(self) -> bool:
         return bool(self._object)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._object.__reduce_ex__(protocol)  # a copy, which the host may make, is one of the object
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._object, name)
 

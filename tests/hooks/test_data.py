@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +168,15 @@ def test_it_stands_for_a_generator_too() -> None:
     assert isinstance(watched, GeneratorType)
     assert [*watched] == [0, 1, 2]
     watched.close()
+
+
+def test_a_copy_is_one_of_what_it_stands_for() -> None:
+    own = Loader(iter(range(9)))
+    watched = Watched(own, "__next__", own.__next__)
+    assert next(watched) == 0
+    for copied in (copy.copy(watched), copy.deepcopy(watched), pickle.loads(pickle.dumps(watched))):
+        assert type(copied) is Loader
+        assert copied.taken == 1
 
 
 def chunks_and_stages(directory: str) -> list[str]:
