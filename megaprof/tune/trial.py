@@ -145,14 +145,16 @@ def _steps_of(status: RankStatus) -> int:
 
 def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
     deadline = time.monotonic() + _GRACE
-    _signal_group(process, signal.SIGTERM)
-    while (process.poll() is None or running(directory)) and time.monotonic() < deadline:
-        time.sleep(_LOOK / 2)
-    _signal_group(process, signal.SIGKILL)
-    for pid in running(directory):  # processes with their own session, such as torchrun's ranks
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+    try:
+        _signal_group(process, signal.SIGTERM)
+        while (process.poll() is None or running(directory)) and time.monotonic() < deadline:
+            time.sleep(_LOOK / 2)
+    finally:  # at once, if the user interrupts this, too
+        _signal_group(process, signal.SIGKILL)
+        for pid in running(directory):  # processes with their own session, such as torchrun's ranks
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

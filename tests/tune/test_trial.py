@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,7 +74,12 @@ sys.exit(1)
 #: Has no more data, which megaprof says behind it.
 TOO_SHORT = "print('the data end here'); print('megaprof ends: no windows captured into /tmp')"
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
-HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+HANGS = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("begins", flush=True)
+time.sleep(1000)
+"""
 
 
 def nothing(told: object) -> None:
@@ -135,13 +141,19 @@ def test_what_the_end_of_a_trial_makes_a_command_print_is_no_reason(tmp_path: Pa
     assert "SignalException" in (tmp_path / trial.LOG).read_text()
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupted_trial_is_ended_and_runs_again_beside_what_it_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(made: int) -> None:
+    def interrupted(*_: object) -> None:
+        while "begins" not in (tmp_path / "trial-1" / trial.LOG).read_text():
+            time.sleep(0.05)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial, "_GRACE", 0.5)
+    if times == 1:
+        monkeypatch.setattr(trial, "_GRACE", 0.5)
+    else:  # again, while the trial is given time to end
+        monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     given = Tuning((sys.executable, "-c", HANGS), 5, 4, saving_off=())
     with pytest.raises(KeyboardInterrupt):
         tuning.run(given, tmp_path, 300.0, nothing, interrupted, nothing)
@@ -149,6 +161,8 @@ def test_an_interrupted_trial_is_ended_and_runs_again_beside_what_it_left(
     assert left is not None
     assert left.pending == Trial(1, given.command, "trial-1")
     assert not trial.running(tmp_path / "trial-1")
+    monkeypatch.setattr(trial, "time", time)
+    monkeypatch.setattr(trial, "_GRACE", 0.5)
     (again,) = tuning.run(left, tmp_path, 1.0, nothing, nothing, nothing).trials
     assert (again.number, again.directory, again.outcome) == (1, "trial-1.2", "time_limit")
     assert (tmp_path / "trial-1").is_dir()
