@@ -39,7 +39,7 @@ from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import appearing, parse_artifact_name, sanitise
 from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.selectors import Selector
-from megaprof.parallel.topology import Place
+from megaprof.parallel.topology import Coords
 from megaprof.version import __version__
 
 #: The key of the object that marks a file as a merged timeline.
@@ -121,7 +121,7 @@ class _Rank:
 
     path: Path
     events: Callable[[], Iterator[dict[str, Any]]] | None
-    coords: Place
+    coords: Coords
     steps: tuple[TracedStep, ...]
     ends: Ends
     start: int
@@ -422,14 +422,14 @@ def _choose(
     """
     if not source.exists():
         raise Unanswerable(f"{source} does not exist")
-    captures: dict[StepName, list[tuple[Path, Place]]] = {}
+    captures: dict[StepName, list[tuple[Path, Coords]]] = {}
     sources, timelines = recordings_in(source)
     for file in sources:
         # A file of nsys may hold several.
         parsed = None if file.suffix in NSYS_SUFFIXES else parse_artifact_name(file.name)
         if parsed:
             name = StepName(parsed.target, parsed.role or "", parsed.step)
-            captures.setdefault(name, []).append((file, parsed.place))
+            captures.setdefault(name, []).append((file, parsed.coords))
             continue
         try:
             for trace in traces_in(file):
@@ -471,14 +471,14 @@ def _choose(
 
 
 def _runs_of(
-    timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Path, Place]]], run: int | None
+    timelines: Timelines, captures: Mapping[StepName, Iterable[tuple[Path, Coords]]], run: int | None
 ) -> tuple[Runs, set[StepName]]:
     """Returns the runs, as a report tells them apart, and the steps that belong to other runs than the chosen one, by
     default the newest with captures. If there are timelines, they tell runs apart, with the captures of one rank.
     Raises NoSuchRun."""
     files_of: defaultdict[int, dict[Path, None]] = defaultdict(dict)
-    for file, place in itertools.chain.from_iterable(captures.values()):
-        files_of[place.rank][file] = None
+    for file, coords in itertools.chain.from_iterable(captures.values()):
+        files_of[coords.rank][file] = None
     fullest = min(files_of, key=lambda rank: (-len(files_of[rank]), rank))
     every = dict.fromkeys(itertools.chain.from_iterable(files_of.values()))
     if len(every) == 1 and run is None:

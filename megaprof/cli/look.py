@@ -222,7 +222,7 @@ def _by_step(job: RunningJob, rank: int, target: str, figure: Literal["passes_us
     values: dict[int, float] = {}
     for path in sorted((job.directory / shard(rank, job.run.world)).glob(f"*{format.SUFFIX}")):
         name = parse_artifact_name(path.name)
-        if name is None or name.place.rank != rank:
+        if name is None or name.coords.rank != rank:
             continue
         try:
             timeline = format.read_timeline(path, events=figure == "host_bound")

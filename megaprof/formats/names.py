@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megaprof.parallel.topology import Place
+from megaprof.parallel.topology import Coords
 
 #: Never follows a link, never waits for the other end of a FIFO, and never gets the terminal of this process.
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -45,7 +45,7 @@ class ArtifactName:
     """The role, sanitised; None without one."""
     step: int
     """The first step in the file."""
-    place: Place
+    coords: Coords
     """The rank that wrote it."""
     suffix: str
     """The kind of file, with a leading dot, such as ``.pt.trace.json.gz``."""
@@ -56,11 +56,11 @@ def parse_artifact_name(name: str) -> ArtifactName | None:
     match = _ARTIFACT.fullmatch(name)
     if match is None:
         return None
-    place = Place(**{axis: int(match[axis]) for axis in ("rank", "pp", "tp", "cp", "ep", "dp")})
-    return ArtifactName(match["target"], match["role"], int(match["step"]), place, match["suffix"])
+    coords = Coords(**{axis: int(match[axis]) for axis in ("rank", "pp", "tp", "cp", "ep", "dp")})
+    return ArtifactName(match["target"], match["role"], int(match["step"]), coords, match["suffix"])
 
 
-def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str) -> str:
+def artifact_name(target: str, role: str | None, step: int, coords: Coords, suffix: str) -> str:
     """Returns ``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}{suffix}``. A file whose name
     is taken has ``.{repeat}`` before its suffix, from 2 on (`repeats`).
 

@@ -361,7 +361,7 @@ class NsysFile:
         for name, path in self._sidecars:
             if name.target != sanitise(outer.label) or name.step > step:
                 continue
-            if [getattr(name.place, axis) for axis in AXES] != coordinates:
+            if [getattr(name.coords, axis) for axis in AXES] != coordinates:
                 continue
             if path not in self._read:
                 try:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megaprof.parallel.topology import AXES, ParallelSizes, Place, WorldLayout
+from megaprof.parallel.topology import AXES, Coords, ParallelSizes, WorldLayout
 
 OPTION = "--profile-select"
 
@@ -48,7 +48,7 @@ class Selector:
             return "per-stage"
         return ",".join(f"{axis}={join_spans(spans, '|')}" for axis, spans in self.axes)
 
-    def selects(self, coords: Place) -> bool:
+    def selects(self, coords: Coords) -> bool:
         """Returns whether the rank with these coordinates is captured, in O(1)."""
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)

@@ -57,7 +57,7 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True)
-class Place:
+class Coords:
     """A global rank and its coordinates along each axis, all counted from 0."""
 
     rank: int
@@ -70,8 +70,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class RankCoords(Place):
-    """A rank's place, and the parallel sizes that its coordinates refer to."""
+class RankCoords(Coords):
+    """A rank's coordinates, and the parallel sizes that they refer to."""
 
     sizes: ParallelSizes
 

@@ -29,7 +29,7 @@ from megaprof.formats.names import (
     shard,
     temporary_path,
 )
-from megaprof.parallel.topology import ParallelSizes, Place, RankCoords, WorldLayout
+from megaprof.parallel.topology import Coords, ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders import Window
 from tests.parallel.test_topology import everybody
 
@@ -76,7 +76,7 @@ def test_different_roles_have_different_names(one: str, other: str) -> None:
     st.sampled_from([".pt.trace.json.gz", ".timeline.bin", ".kernels.json", ".nsys.json", ""]),
 )
 def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: int, suffix: str) -> None:
-    place = Place(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3)
+    place = Coords(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3)
     stem = artifact_name(target, role, step, place, "")
     assert artifact_name(target, role, step, COORDS, suffix) == stem + suffix
     name = f"{stem}.{repeat}{suffix}" if repeat > 1 else stem + suffix

@@ -225,8 +225,8 @@ def read_fleet(
     for path in timelines.paths:
         name = parse_artifact_name(path.name)
         # A renamed file is read on its own: its contents say what it is.
-        group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
-        groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
+        group = (name.target, name.role, name.coords.pp, name.coords.tp) if name else (str(path),)
+        groups.setdefault(group, {}).setdefault(name.coords.rank if name else -1, []).append(path)
     items = [list(by_rank.values()) for by_rank in groups.values()]
     runs = runs or runs_in((), timelines)
     widths = {}

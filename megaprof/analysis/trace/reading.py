@@ -331,7 +331,7 @@ def runs_in(steps: Iterable[TracedStep], timelines: Timelines, run: int | None =
     files: dict[tuple[object, ...], list[Path]] = {}
     for path in timelines.paths:
         name = parse_artifact_name(path.name)
-        files.setdefault((name.target, name.role, name.place.rank) if name else (path,), []).append(path)
+        files.setdefault((name.target, name.role, name.coords.rank) if name else (path,), []).append(path)
     ranks = {piece.line[2] for piece in traced_pieces}
     with_traces = [line for line in files if line[-1] in ranks][:_SAMPLE]
     sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *with_traces))
