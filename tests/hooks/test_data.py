@@ -98,7 +98,7 @@ def test_a_window_has_a_range_for_each(one_rank: Any, tmp_path: Path, monkeypatc
     assert found[2].end - found[2].start >= LATE * 1e6
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)
-    assert (table.held[DATA][..., 2] >= LATE).any()
+    assert (table.delays[DATA][..., 2] >= LATE).any()
     assert (table.compute[..., 0, 2] <= table.passes[:, :, :, None, :, 0, 2] - LATE).any()
 
 

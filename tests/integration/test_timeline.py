@@ -83,4 +83,4 @@ def test_a_rank_that_shares_its_core_is_known_to_wait(tmp_path: Path) -> None:
     assert table.core_waits is not None
     waited = table.core_waits[:, 1, 0, 0]
     assert waited.sum() > 0.1 * table.length.sum()
-    assert (table.held.get("processor_wait", 0.0) <= table.passes).all()
+    assert (table.delays.get("processor_wait", 0.0) <= table.passes).all()

@@ -428,11 +428,11 @@ def test_garbage_collections_are_known_with_the_pass_that_they_held_up(
     assert len(kept) == 100_000
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)
-    collected = table.held["garbage_collection"]
+    collected = table.delays["garbage_collection"]
     places = {tuple(at) for at in np.argwhere(collected[:, 0, 0, 0] > 0).tolist()}
     assert places == {(t, 0, 1) for t, step in enumerate(table.steps.tolist()) if step % 3 == 1}
     assert (collected <= table.passes).all()
-    assert table.compute[:, :, :, 0] == pytest.approx(table.passes - collected - table.held["data_wait"])
+    assert table.compute[:, :, :, 0] == pytest.approx(table.passes - collected - table.delays["data_wait"])
 
 
 class FakeEvent:

@@ -326,11 +326,11 @@ def _cause(run: Examined, term: Term, price: Interval, gain: Floats, *, sure: bo
         is_named = np.isin(table.ranks[:, term.stage, : compute_ms.shape[1]], term.ranks).ravel()
         parts["factor"] = float((compute_ms.ravel() / of_others(compute_ms.ravel()))[is_named].max())
     if kind == GARBAGE:
-        parts["longest_ms"] = float(run.view.held[GARBAGE][there].max())
+        parts["longest_ms"] = float(run.view.delays[GARBAGE][there].max())
     if kind == WAIT:
         parts["waited_ms"] = float(table.core_waits.mean(axis=0).max())
-    if kind == DATA and DATA in table.held:
-        waits = run.view.held[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
+    if kind == DATA and DATA in table.delays:
+        waits = run.view.delays[DATA][there, :, term.stage, :, 0]  # [step, d, c, m]
         waits = waits[:, waits.sum(axis=(0, 2, 3)).argmax()]  # of the replica that waits longest
         parts["waited_ms"] = float(np.nan_to_num(table.spent[DATA][there, :, term.stage]).mean(axis=0).max())
         parts |= {"longest_ms": float(waits.max()), "spread": float(waits.mean() ** 2 / (waits**2).mean())}
@@ -385,7 +385,7 @@ def _size(term: Term, view: View) -> tuple[Floats | None, dict[str, Floats]]:
         return factor - 1.0, {"factor": factor}
     if term.kind != "uneven_microbatches":
         return None, {}
-    exchanged = affected.held[EXCHANGE]
+    exchanged = affected.delays[EXCHANGE]
     ratio = ((affected.passes - exchanged) / np.maximum(without.passes - exchanged, 1e-9))[:, :, some]
     return None, {"factor": np.median(ratio, axis=(2, 3, 4)).max(axis=-1)}
 

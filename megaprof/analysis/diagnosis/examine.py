@@ -335,9 +335,9 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
                 usual = np.median(np.delete(ms[..., :count], stage, axis=-1), axis=-1)
                 ms[..., stage] = np.minimum(ms[..., stage], usual)
             longer = (v.exchange - exchange)[..., stage, None, None, None, None]
-            held = np.minimum(v.held[EXCHANGE], longer * received[stage][..., None])
-            parts = {**v.held, EXCHANGE: v.held[EXCHANGE] - held}
-            return v.less(held, held=parts, exchange=exchange, link=link)
+            held = np.minimum(v.delays[EXCHANGE], longer * received[stage][..., None])
+            parts = {**v.delays, EXCHANGE: v.delays[EXCHANGE] - held}
+            return v.less(held, delays=parts, exchange=exchange, link=link)
 
         # A link is slower than the others, so only what its ranks wait longer than theirs may explain it.
         core_ms = max(float(link_waits[stage] - np.median(np.delete(link_waits, stage))), 0.0)
@@ -352,9 +352,9 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
                 for ms, these in ((v.link, s), (v.exchange, count))
             )
             longer = np.einsum("ndl,lsck->ndsck", exchange[..., :count], received)[..., None]
-            left = np.minimum(v.held[EXCHANGE], longer)
-            parts = {**v.held, EXCHANGE: left}
-            return v.less(v.held[EXCHANGE] - left, held=parts, exchange=exchange, link=link)
+            left = np.minimum(v.delays[EXCHANGE], longer)
+            parts = {**v.delays, EXCHANGE: left}
+            return v.less(v.delays[EXCHANGE] - left, delays=parts, exchange=exchange, link=link)
 
         # Where a profiled GPU waits for its host in passes, it may also do so between them.
         doubt = float(table.profiled and table.idle.any())
@@ -394,11 +394,11 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             once=True,
             doubt=1.0 if table.waits_unseen else 0.0,
         )
-    for stage in np.flatnonzero(view.held[DATA].any(axis=(0, 1, 3, 4, 5))).tolist():
-        waits = np.nan_to_num(table.spent[DATA][:, :, stage]) if DATA in table.held else None
+    for stage in np.flatnonzero(view.delays[DATA].any(axis=(0, 1, 3, 4, 5))).tolist():
+        waits = np.nan_to_num(table.spent[DATA][:, :, stage]) if DATA in table.delays else None
         ranks = () if waits is None else longest(waits, table.ranks[:, stage, : waits.shape[2]], step_ms)
         yield Term(DATA, partial(View.released, kind=DATA, stage=stage), stage=stage, ranks=ranks, once=True)
-    for kind in [kind for kind in view.held if kind not in (DATA, EXCHANGE)]:
+    for kind in [kind for kind in view.delays if kind not in (DATA, EXCHANGE)]:
         ranks = longest(table.core_waits, table.ranks, step_ms) if kind == WAIT else ()
         yield Term(kind, partial(View.released, kind=kind), ranks=ranks, once=True)
 

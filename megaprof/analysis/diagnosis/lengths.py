@@ -85,7 +85,7 @@ def fit(run: Examined) -> tuple[Floats, Floats] | None:
         return None
     view = run.view
     # Slowness of ranks applies to all microbatches alike, so it is not part of their content.
-    passes = (view.passes - view.held[EXCHANGE]) / view.lasting[..., None, None, None]
+    passes = (view.passes - view.delays[EXCHANGE]) / view.lasting[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
     y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
     some = slice(None, None, -(-len(y) // _TELLING))

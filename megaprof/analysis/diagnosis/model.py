@@ -46,7 +46,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     """Fits the model of a run. Returns its contents; those in draws of its microbatches and of ``steps`` [draw, any
     number], of which each draw consists; the factors of passes by the names of `View`, and what is ``expected`` of each
     pass by all of these, [t, d, s, c, k, m] milliseconds."""
-    took = table.passes - sum(table.held.values())
+    took = table.passes - sum(table.delays.values())
     log = np.log(np.maximum(took, 1e-9))
     t, d, s, c, k, m = log.shape
     left, common, level = levels(log)
@@ -89,7 +89,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp]) -> tuple[Content, Content, di
     drawn *= 1.0 - inside[..., None, None]
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     # Communication that names no group may go on behind its pass.
-    least = np.minimum(np.minimum(computed.min(axis=3) - sum(table.held.values()), own), expected)
+    least = np.minimum(np.minimum(computed.min(axis=3) - sum(table.delays.values()), own), expected)
     logarithms = {"level": level, "work": work, "rank": rank, "pace": pace, "lasting": slow + pace, "own": own_work}
     factors = {name: np.exp(values) for name, values in logarithms.items()}
     outside = outside_layers(table.part_ms, s, c)
@@ -127,25 +127,25 @@ def divided(
     """
     s, c = content.shape[-3:-1]
     layers, slow_ends = layers[..., None], np.zeros(content.shape[:-1], dtype=bool)
-    held = np.maximum(np.where(np.isfinite(layers).all(), layers, 1.0), 1e-9)
-    most = held.max(axis=(-3, -2))
+    counts = np.maximum(np.where(np.isfinite(layers).all(), layers, 1.0), 1e-9)
+    most = counts.max(axis=(-3, -2))
     fixed, ends = np.zeros((*content.shape[:-3], content.shape[-1])), np.zeros_like(content)
     if outside is not None:
         fixed += outside.reshape(s * c, -1)[1] if s * c > 2 else 0.0
         ends += np.maximum(outside - fixed[..., None, None, :], 0.0)
     # A chunk without layers does not show how long a layer takes.
     beside = np.where(layers == 0, 0.0, ends + fixed[..., None, None, :])
-    flat = (np.maximum(content - beside, 1e-9) / held).reshape(*content.shape[:-3], s * c, -1)
+    flat = (np.maximum(content - beside, 1e-9) / counts).reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
     if s * c > 3:
         unit = _quantile(middle, 0.5, -2)
     else:
         # Of three chunks, two may be slow.
         unit = flat.min(axis=-2)
-        if s * c == 2 and outside is None and free is not None and np.ptp(held) > 0:
+        if s * c == 2 and outside is None and free is not None and np.ptp(counts) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / most)
     if free is not None and (outside is None or s * c == 2):
-        shown = _of_fewer(content - held * unit[..., None, None, :], held) if outside is None else outside
+        shown = _of_fewer(content - counts * unit[..., None, None, :], counts) if outside is None else outside
         least, layer = shown.min(axis=(-3, -2)), unit * most / (most + 1.0)
         shared = np.where(np.isfinite(least), np.clip(least, 0.0, layer), 0.0)
         fixed = free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] * shared
@@ -153,7 +153,7 @@ def divided(
             unit = np.maximum(unit - fixed / most, 0.0)
         else:
             ends = outside - fixed[..., None, None, :]
-    layers_ms = np.maximum(fixed[..., None, None, :] + held * unit[..., None, None, :], 1e-9)
+    layers_ms = np.maximum(fixed[..., None, None, :] + counts * unit[..., None, None, :], 1e-9)
     stage = np.ones_like(content)
     if c > 1 or outside is not None:
         # An excess that all chunks of a stage have belongs to the stage.
@@ -181,10 +181,10 @@ def of_both(excess_ms: Floats) -> np.typing.NDArray[np.bool_]:
     return shared
 
 
-def _of_fewer(over: Floats, held: Floats) -> Floats:
+def _of_fewer(over: Floats, counts: Floats) -> Floats:
     """Returns how long passes of each chunk may take beside their layers, [..., s, c, k], by what they take ``over``
     the layers of the chunks that hold most: inf for chunks with ends, and for those that hold as many."""
-    fewer = 1.0 - held / held.max(axis=(-3, -2), keepdims=True)
+    fewer = 1.0 - counts / counts.max(axis=(-3, -2), keepdims=True)
     shown = np.where(fewer > 0, over / np.maximum(fewer, 1e-9), np.inf)
     shown[..., 0, 0, :] = shown[..., -1, -1, :] = np.inf
     return shown

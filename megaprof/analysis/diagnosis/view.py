@@ -71,7 +71,7 @@ class View:
     """[n, d, s, c, k, m]: milliseconds that the quickest peer computes, which stay when all delays are gone."""
     exposed: Mapping[str, Floats]
     idle: Floats
-    held: Mapping[str, Floats]
+    delays: Mapping[str, Floats]
     """As in the table, and `EXCHANGE` and `STALLS`. If no file says how long passes waited for data, the first pass of
     the first stage waited for as long as it took longer than expected, beyond the same excess of other stages."""
 
@@ -79,7 +79,7 @@ class View:
         """Returns the view of some steps and replicas, an index of these axes. ``fields``: those that have no axis of
         replicas, if the steps are others."""
         parts: dict[str, Any] = {
-            of: {name: ms[some] for name, ms in getattr(self, of).items()} for of in ("exposed", "held")
+            of: {name: ms[some] for name, ms in getattr(self, of).items()} for of in ("exposed", "delays")
         }
         return replace(self, **parts, **{name: getattr(self, name)[some] for name in _PER_STEP}, **fields)
 
@@ -91,9 +91,9 @@ class View:
         """Returns a single step as ``count`` steps that might as well have run, with other blocks of its microbatches
         (`blocks`)."""
         columns = blocks(count, self.passes.shape[-1], np.random.default_rng(0))
-        passes, *held = (np.moveaxis(ms[0][..., columns], -2, 0) for ms in (self.passes, *self.held.values()))
+        passes, *delays = (np.moveaxis(ms[0][..., columns], -2, 0) for ms in (self.passes, *self.delays.values()))
         entry, link = (np.repeat(ms, count, axis=0) for ms in (self.entry, self.link))
-        return replace(self, passes=passes, held=dict(zip(self.held, held, strict=True)), entry=entry, link=link)
+        return replace(self, passes=passes, delays=dict(zip(self.delays, delays, strict=True)), entry=entry, link=link)
 
     def joined(self, replica: int, other: View) -> View:
         """Returns the view with one replica replaced by another view of it."""
@@ -114,20 +114,20 @@ class View:
         of_stages = 1.0 + longer.sum(axis=(3, 4, 5)) / np.maximum(steady.sum(axis=(3, 4, 5)), 1e-9)
         exposed = self.exposed if only_own else {group: ms * factor for group, ms in self.exposed.items()}
         parts = {"peers": self.peers * of_stages[..., None], "least": self.least * factor, "idle": self.idle * factor}
-        parts |= {"held": {**self.held, WAIT: self.held[WAIT] * factor}} if WAIT in self.held else {}
+        parts |= {"delays": {**self.delays, WAIT: self.delays[WAIT] * factor}} if WAIT in self.delays else {}
         longer += self.passes
         return replace(self, passes=longer, **{"exposed": exposed, **parts, **neutral})
 
     @cached_property
     def steady(self) -> Floats:
         """Passes without what held them up, in addition to what the model explains."""
-        return self.passes - sum(self.held.values())
+        return self.passes - sum(self.delays.values())
 
     @property
     def worked(self) -> Floats:
         """What of passes is as much longer as there is more to compute: a thread that computes for longer waits longer
         for a core, too."""
-        return self.steady + self.held[WAIT] if WAIT in self.held else self.steady
+        return self.steady + self.delays[WAIT] if WAIT in self.delays else self.steady
 
     def alone(self) -> Floats:
         """Returns what is a rank's own in passes, [n, d, s, c, k, m]: what is `steady` but exposed communication."""
@@ -160,9 +160,9 @@ class View:
 
     def released(self, kind: str, stage: int | slice = slice(None)) -> View:
         """Returns the view without what held passes up, on one stage or on all."""
-        gone = np.zeros_like(self.held[kind])
-        gone[:, :, stage] = self.held[kind][:, :, stage]
-        return self.less(gone, held={**self.held, kind: self.held[kind] - gone})
+        gone = np.zeros_like(self.delays[kind])
+        gone[:, :, stage] = self.delays[kind][:, :, stage]
+        return self.less(gone, delays={**self.delays, kind: self.delays[kind] - gone})
 
     @cached_property
     def pipelines_ms(self) -> Floats:
@@ -192,16 +192,16 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
     timely = entry
     if d * s > 1:
         timely = np.minimum(entry, np.maximum(of_others(entry.reshape(n, -1), 1).reshape(n, d, s), table.left))
-    took = table.passes - sum(table.held.values())
+    took = table.passes - sum(table.delays.values())
     over = np.minimum(took - expected, took - factors["least"] - sum(table.exposed.values()))
     exchanged, exchange = passes - table.passes, np.zeros((n, d, s))
-    held = {**table.held, EXCHANGE: exchanged, STALLS: np.zeros(passes.shape)}
-    if DATA not in table.held:
+    delays = {**table.delays, EXCHANGE: exchanged, STALLS: np.zeros(passes.shape)}
+    if DATA not in table.delays:
         first = over[:, :, 0, 0, 0, 0]
         others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else 0.0
-        held[DATA] = np.zeros_like(passes)
+        delays[DATA] = np.zeros_like(passes)
         # If a peer arrives late because it had no core, the first pass waits for it and not for data.
-        held[DATA][:, :, 0, 0, 0, 0] = np.maximum(first - others - table.core_waits_beside[:, :, 0].max(axis=2), 0.0)
+        delays[DATA][:, :, 0, 0, 0, 0] = np.maximum(first - others - table.core_waits_beside[:, :, 0].max(axis=2), 0.0)
         over = over.copy()
         over[:, :, 0, 0, 0, 0] = 0.0
     for number, received in enumerate(receivers(table.schedule)):
@@ -213,7 +213,7 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
     usual = np.maximum(np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher"), 0.0)
     # If it is more than twice as long as the longest one of a usual step, that is another pass.
     stalled = np.maximum(np.where(usual < MOST * longest, longest, longest - usual), 0.0)
-    np.put_along_axis(held[STALLS].reshape(flat.shape), stalling[..., None], stalled[..., None], axis=-1)
+    np.put_along_axis(delays[STALLS].reshape(flat.shape), stalling[..., None], stalled[..., None], axis=-1)
     whole = Content._make(np.repeat(part[None], n, axis=0) for part in content)
     return View(
         replay,
@@ -229,7 +229,7 @@ def viewed(table: Table, content: Content, factors: Mapping[str, Floats], expect
         exchange=exchange,
         exposed=table.exposed,
         idle=table.idle,
-        held=held,
+        delays=delays,
     )
 
 
@@ -305,9 +305,9 @@ _Transfer = tuple[int, int, PassId]
 """Sender, receiver, and the pass there that needs what is sent."""
 
 
-def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
+def _met(table: Table, rendezvous: bool) -> Iterator[tuple[int, str, Floats]]:
     """Yields a link, a kind of pass that gets its input over it, and what an exchange took there in milliseconds,
-    [t, d]; NaN where the receiver waited for something else. ``held``: whether a sender waits for its receiver."""
+    [t, d]; NaN where the receiver waited for something else. ``rendezvous``: whether a sender waits for its receiver."""
     stages, kinds, placement = table.schedule.stages, table.schedule.kinds, table.schedule.placement
 
     def of(times: Floats, stage: int, which: PassId) -> Floats:
@@ -326,7 +326,7 @@ def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
                 awaited += step.transfers.transfers(stage, stages)
             else:
                 for _, receiver, which in awaited:
-                    if held and receiver != stage:
+                    if rendezvous and receiver != stage:
                         there = np.maximum(there, of(table.start, receiver, which))
                 awaited = [transfer for transfer in awaited if transfer[1] == stage]
                 for transfer in step.transfers(stage, stages):
@@ -337,7 +337,7 @@ def _met(table: Table, held: bool) -> Iterator[tuple[int, str, Floats]]:
         has_own = any(transfer[1:] == (stage, following) for transfer in awaited)
         if link is None or not has_own:
             continue
-        if held:
+        if rendezvous:
             later = {transfer: np.maximum(*came[transfer].values()) for transfer in awaited}
         else:
             later = {transfer: came[transfer][transfer[0]] for transfer in awaited if transfer[1] == stage}

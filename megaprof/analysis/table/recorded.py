@@ -334,7 +334,7 @@ def _laid_out(
             **({DATA: loading_ms.sum(axis=(1, 2, 3))} if loads else {}),
         },
         idle=np.zeros(shape),
-        held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
+        delays={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         core_waits=core_waits_ms,
         exposed={},
         left=left,

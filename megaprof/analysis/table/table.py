@@ -91,7 +91,7 @@ class Table:
     forwards waited for its own data."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in the pass."""
-    held: Mapping[str, Floats]
+    delays: Mapping[str, Floats]
     """[t, d, s, c, k, m]: what held each pass up, by cause. ``garbage_collection``: how long Python collected garbage,
     as far as that delayed the pass. ``processor_wait``: how long its thread had no processor core, as far as the pass
     took longer than others (`tabulate`). ``data_wait``: how long one of its ranks waited for data. A cause that never
@@ -137,7 +137,7 @@ class Table:
     """Where whole iterations of the host's loop go, over all steps of the ranks that were read; None if not known."""
     warnings: tuple[Note, ...] = ()
 
-    def held_by(self, stage: int, chunk: int) -> ModelChunk:
+    def holds(self, stage: int, chunk: int) -> ModelChunk:
         """Returns what a model chunk of a stage holds."""
         metadata = self.metadata[stage]
         return ModelChunk() if metadata is None or chunk >= len(metadata.chunks) else metadata.chunks[chunk]
@@ -156,10 +156,10 @@ class Table:
         computed_ms = np.median(self.compute.max(axis=3) if on_gpu else self.passes, axis=(0, 1, 5))  # [s, c, k]
         factor = np.quantile(self.passes, QUARTILE, axis=(0, 1, 5)) / np.maximum(computed_ms, 1e-9)
         for stage, chunk in np.ndindex(*computed_ms.shape[:2]):
-            held, modules = self.held_by(stage, chunk), self.modules[stage]
-            parts = [(name, _times(modules, key)[: computed_ms.shape[2]]) for name, key in _parts(held)]
-            name = _REMAINS.get((held.embedding, held.loss))
-            if name is not None and held.layers is not None and len(parts) == held.layers + (held.mtp or 0):
+            holds, modules = self.holds(stage, chunk), self.modules[stage]
+            parts = [(name, _times(modules, key)[: computed_ms.shape[2]]) for name, key in _parts(holds)]
+            name = _REMAINS.get((holds.embedding, holds.loss))
+            if name is not None and holds.layers is not None and len(parts) == holds.layers + (holds.mtp or 0):
                 remaining_ms = computed_ms[stage, chunk] - sum(ms for _, ms in parts)
                 parts.append((name, np.maximum(remaining_ms, 0.0)))
             for name, ms in parts:
@@ -172,13 +172,13 @@ class Table:
         """[s, c]: decoder layers; NaN if not known. If ranges measured all kinds of them, each counts as what its kind
         takes relative to the average layer; so does an MTP layer, if it was measured, too."""
         shape = len(self.metadata), self.schedule.chunks
-        chunks = [self.held_by(*place) for place in np.ndindex(shape)]
-        kinds = Counter(kind for held in chunks for kind in held.kinds or ())
+        chunks = [self.holds(*place) for place in np.ndindex(shape)]
+        kinds = Counter(kind for holds in chunks for kind in holds.kinds or ())
         ms = {kind: float(self.part_ms[kind].sum()) for kind in (*kinds, MTP) if kind in self.part_ms}
-        counts: list[float | None] = [held.layers for held in chunks]
-        if len(ms) > 1 and ms.keys() >= kinds.keys() and all(held.kinds is not None for held in chunks):
+        counts: list[float | None] = [holds.layers for holds in chunks]
+        if len(ms) > 1 and ms.keys() >= kinds.keys() and all(holds.kinds is not None for holds in chunks):
             average_ms = sum(ms[kind] * count for kind, count in kinds.items()) / kinds.total()
-            of_chunks = [[*(held.kinds or ()), *[MTP] * (held.mtp or 0)] for held in chunks]
+            of_chunks = [[*(holds.kinds or ()), *[MTP] * (holds.mtp or 0)] for holds in chunks]
             counts = [round(sum(ms.get(kind, 0.0) for kind in of) / average_ms, 9) for of in of_chunks]
         return np.array(counts, dtype=float).reshape(shape)  # None becomes NaN
 
@@ -214,7 +214,7 @@ class Table:
     @property
     def core_waits_beside(self) -> Floats:
         """[t, d, s, p]: the part of ``core_waits`` that is outside of passes."""
-        inside = self.held[WAIT].sum(axis=(3, 4, 5))[..., None] if WAIT in self.held else 0.0
+        inside = self.delays[WAIT].sum(axis=(3, 4, 5))[..., None] if WAIT in self.delays else 0.0
         return np.asarray(np.maximum(self.core_waits - inside, 0.0))
 
     @property
@@ -232,7 +232,7 @@ its ranks."""
 class RankSteps:
     """The recording of one rank, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
+    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``delays`` by cause and ``exposed`` by group are [t, c, k, m],
     NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``left``, ``enter``, ``reduced``
     [t]: when the rank left the call before (NaN if not known), entered the step, and had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
@@ -250,7 +250,7 @@ class RankSteps:
     working: Floats
     spent: Mapping[str, Floats]
     idle: Floats
-    held: Mapping[str, Floats]
+    delays: Mapping[str, Floats]
     exposed: Mapping[str, Floats]
     left: Floats
     enter: Floats

@@ -88,16 +88,16 @@ def tabulate(
     last_pass_end = np.fmax.reduce(end.reshape(len(steps), -1), axis=1)
     step_end = np.fmax(last_pass_end, np.fmax.reduce(reduced.reshape(len(steps), -1), axis=1))
 
-    held_ms = {kind: np.nan_to_num(delay_ms) for kind, delay_ms in parts("held", 0.0).items()}
+    delays_ms = {kind: np.nan_to_num(delay_ms) for kind, delay_ms in parts("delays", 0.0).items()}
     # All peers wait for the one that is held up most.
-    held = {kind: delay_ms.max(axis=3) for kind, delay_ms in held_ms.items()}
+    delays = {kind: delay_ms.max(axis=3) for kind, delay_ms in delays_ms.items()}
     idle, compute = stacked("idle").min(axis=3), stacked("compute")
-    if DATA in held_ms and not alone:
+    if DATA in delays_ms and not alone:
         # Its peers get their data from it, so they wait for it as long.
-        compute = np.maximum(compute - (held[DATA][:, :, :, None] - held_ms[DATA]), 0.0)
+        compute = np.maximum(compute - (delays[DATA][:, :, :, None] - delays_ms[DATA]), 0.0)
     core_waits = of_ranks((rank.core_waits for rank in table_ranks), 0.0)
     if core_waits.any():
-        passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(held.values())
+        passes_ms = (end.max(axis=3) - start.min(axis=3)) - sum(delays.values())
         # Nothing records in which passes a rank waited, but waiting makes them longer: it is the same part of what each
         # took beyond the lower quartile of all replicas, and never more than that. A GPU waits for its host only while
         # it is idle. A stage that was not recorded has NaN.
@@ -105,9 +105,9 @@ def tabulate(
         excess = np.maximum(took - np.quantile(took, QUARTILE, axis=(0, 1, 5), keepdims=True), 0.0)
         part = np.minimum(core_waits.sum(axis=0) / np.maximum(excess.sum(axis=(0, 3, 4, 5)), 1e-9)[..., None], 1.0)
         waits_ms = excess[:, :, :, None] * part[..., None, None, None]  # [t, d, s, p, c, k, m]
-        held[WAIT] = waits_ms.max(axis=3)
+        delays[WAIT] = waits_ms.max(axis=3)
         if idle.any():
-            idle = idle - held[WAIT]
+            idle = idle - delays[WAIT]
         elif alone:
             compute = compute - waits_ms
     # Peers may have different data, and all wait for the one with the most. The first stage that knows its data counts:
@@ -149,7 +149,7 @@ def tabulate(
         # The last peer to arrive waits for no one, so the smallest time is communication alone.
         exposed={group: exposed_ms.min(axis=3) for group, exposed_ms in parts("exposed", 0.0).items()},
         idle=idle,
-        held=held,
+        delays=delays,
         core_waits=core_waits,
         entry=entry,
         left=left.max(axis=3),

@@ -284,7 +284,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
         spent=spent,
         idle=idle,
         core_waits=core_waits_ms,
-        held={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
+        delays={**({GARBAGE: collected_ms} if collected_ms.any() else {}), **({DATA: loading_ms} if loads else {})},
         exposed=exposed,
         left=np.append(np.nan, entered_and_left[:-1, 1]),
         enter=entered_and_left[:, 0],
@@ -371,7 +371,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     own = parts(of_peers(traced.working))  # [d, s, p, c, k, 1]
     if on_gpu:
         own = np.minimum(own, left[:, :, None])
-        idle = np.maximum(passes * (left - own.max(axis=2)) - sum(recorded.held.values()), 0.0)
+        idle = np.maximum(passes * (left - own.max(axis=2)) - sum(recorded.delays.values()), 0.0)
         working = passes[:, :, :, None] * own
         compute = np.minimum(passes[:, :, :, None] * parts(of_peers(traced.compute)), working)
         spent["host_bound"] = np.broadcast_to(idle.sum(axis=(3, 4, 5))[..., None], working.shape[:4])

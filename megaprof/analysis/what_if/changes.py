@@ -122,7 +122,7 @@ def changed(steps: View, content: Floats, change: Change) -> View:
     contents are relative to the average chunk of a stage."""
     beside = np.minimum(steps.passes - steps.worked, steps.passes)
     # Communication that names no group may go on between passes, and is then no exchange.
-    exchange = np.minimum(steps.held[EXCHANGE], 0.0 if "unknown" in steps.exposed else beside)
+    exchange = np.minimum(steps.delays[EXCHANGE], 0.0 if "unknown" in steps.exposed else beside)
     passes, beside, before = steps.passes - beside, beside - exchange, steps.now
     chunks, after = passes.shape[3], change.replay.shape[1]
     if after != chunks:
@@ -327,7 +327,7 @@ def _predicted(sequences: Sequences, kind: Kind, work: Floats, replay: Replay) -
         usual = replace(steps, passes=taken(costs, own[rows]) * slow)
         longer = steps.pipelines_ms.max(axis=1) / usual.pipelines_ms.max(axis=1)
         passes = taken(costs, work[rows % len(work)]) * slow * longer[:, None, None, None, None, None]
-        return replace(steps, replay=replay, passes=passes, exposed={}, held={EXCHANGE: np.zeros_like(passes)})
+        return replace(steps, replay=replay, passes=passes, exposed={}, delays={EXCHANGE: np.zeros_like(passes)})
 
     def as_captured(steps: View, costs: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         return laid(steps, costs, rows, sequences.work, steps.replay).step_ms

@@ -181,7 +181,7 @@ def _held(table: Table) -> Held | Note:
     schedule, pieces, kinds = table.schedule, [], list[str]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
-            holds = table.held_by(stage, chunk)
+            holds = table.holds(stage, chunk)
             if holds.layers is None or holds.embedding is None or holds.loss is None:
                 return Note("no_layout", stages=(stage,), said="the traces do not say what it holds")
             if max(holds.layers, holds.mtp or 0) > MOST_LAYERS:
@@ -200,12 +200,12 @@ def _held(table: Table) -> Held | Note:
     return Held(tuple(pieces), tuple(kinds), schedule.stages, table.part_ms)
 
 
-def _best(compared: Sequence[tuple[Prediction, Floats]], held: Sequence[int]) -> tuple[Prediction, Floats] | None:
+def _best(compared: Sequence[tuple[Prediction, Floats]], now: Sequence[int]) -> tuple[Prediction, Floats] | None:
     """Returns the fastest layout that certainly gains enough; of those that are as fast, one that needs no more
     activations than stages were seen to hold."""
     gaining = [each for each in compared if each[0].speedup.low > 1.0 + LEAST and each[0].fits is not False]
     as_fast = [each for each in gaining if gaining[0][0].speedup.value - each[0].speedup.value < LEAST]
-    return next((each for each in as_fast if not each[0].exceeds(held)), gaining[0]) if gaining else None
+    return next((each for each in as_fast if not each[0].exceeds(now)), gaining[0]) if gaining else None
 
 
 def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:

@@ -448,9 +448,9 @@ def test_what_both_directions_at_once_take_longer_belongs_to_the_slow_link(tmp_p
     run = examine(table_of(HEALTHY, tmp_path))
     longer = 5.0 * receivers(run.table.schedule)[1][..., None] + np.zeros_like(run.view.passes)
     view = replace(run.view, passes=run.view.passes + longer)
-    held = {**run.view.held, EXCHANGE: run.view.held[EXCHANGE] + longer}
+    delays = {**run.view.delays, EXCHANGE: run.view.delays[EXCHANGE] + longer}
     exchange = run.view.exchange + 5.0 * (np.arange(run.view.exchange.shape[-1]) == 1)
-    slow = replace(run, view=replace(view, held=held, exchange=exchange))
+    slow = replace(run, view=replace(view, delays=delays, exchange=exchange))
     costs = float((view.step_ms - run.view.step_ms).mean())
     every = terms(slow.table, slow.view, slow.step_ms)
     (link,) = (term for term in every if (term.kind, term.stage) == ("slow_link", 1))

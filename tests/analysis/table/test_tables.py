@@ -319,9 +319,9 @@ def test_what_a_rank_waits_for_data_is_neither_compute_nor_communication_beside_
     write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)
     loading = 0.25 * run.passes
-    held, spent = {DATA: loading}, {DATA: loading.sum(axis=(3, 4, 5))[..., None]}
-    run = replace(run, held=held, spent=spent, working=0.75 * run.working)
-    joined = completed(run, profiled(run, held={}, spent={}, exposed={"tp": 0.1 * run.passes[:2]}))
+    delays, spent = {DATA: loading}, {DATA: loading.sum(axis=(3, 4, 5))[..., None]}
+    run = replace(run, delays=delays, spent=spent, working=0.75 * run.working)
+    joined = completed(run, profiled(run, delays={}, spent={}, exposed={"tp": 0.1 * run.passes[:2]}))
     assert joined is not None
     assert joined.working.sum() == pytest.approx(0.9 * run.working.sum(), rel=0.02)
     assert sum(joined.spent[name].sum() for name in (DATA, "tp")) + joined.working.sum() == pytest.approx(

@@ -62,7 +62,7 @@ def having(table: Table, steps: list[Step], layers: tuple[int, ...] = (4, 4, 4, 
     table = replace(
         table,
         schedule=table.schedule._replace(microbatches=passes.shape[-1]),
-        held={},
+        delays={},
         entry=np.zeros(table.entry.shape),
         reduction=np.zeros(len(steps)),
         work=work,
