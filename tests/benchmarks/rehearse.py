@@ -43,7 +43,7 @@ import numpy as np
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import CERTAIN, MANY, Floats
-from megaprof.analysis.what_if.contents import Held
+from megaprof.analysis.what_if.contents import Model
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.rehearse import rehearsal
 from megaprof.rehearse.pipeline import Stage, record
@@ -200,7 +200,7 @@ def _in_turns(case: Case, out: Path, steps: int) -> Iterator[tuple[Alone, Run]]:
     with ThreadPoolExecutor(64) as pool:
         for layout in (case.layout, *case.others):
             pieces = parse_layout(layout, case.stages)
-            flags = Held(pieces, ("dense",) * layout.count("t"), case.stages).flags(pieces)
+            flags = Model(pieces, ("dense",) * layout.count("t"), case.stages).flags(pieces)
             words = case.command if layout == case.layout else case.changed(flags, layout)
             taking, place = place_of(words, turns)
             begun[(*words,), None] = pool.submit(_run, taking, place / "files", world, steps)

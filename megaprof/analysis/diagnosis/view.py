@@ -307,7 +307,7 @@ _Transfer = tuple[int, int, PassId]
 
 def _met(table: Table, rendezvous: bool) -> Iterator[tuple[int, str, Floats]]:
     """Yields a link, a kind of pass that gets its input over it, and what an exchange took there in milliseconds,
-    [t, d]; NaN where the receiver waited for something else. ``rendezvous``: whether a sender waits for its receiver."""
+    [t, d]; NaN where the receiver waited for something else. ``rendezvous``: see `Replay`."""
     stages, kinds, placement = table.schedule.stages, table.schedule.kinds, table.schedule.placement
 
     def of(times: Floats, stage: int, which: PassId) -> Floats:

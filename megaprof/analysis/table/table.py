@@ -232,7 +232,7 @@ its ranks."""
 class RankSteps:
     """The recording of one rank, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``delays`` by cause and ``exposed`` by group are [t, c, k, m],
+    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``delays`` by cause, ``exposed`` by group: [t, c, k, m],
     NaN for passes that were not recorded. ``spent`` by name [t]: see `Table.spent`. ``left``, ``enter``, ``reduced``
     [t]: when the rank left the call before (NaN if not known), entered the step, and had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.

@@ -46,7 +46,7 @@ Enter = Callable[[int | None, int], int]
 """``enter(key of the enclosing event, number)`` returns the key under which an event's time is counted."""
 
 
-def read_all(path: Path, *, python: bool) -> KinetoEvents:
+def read_events(path: Path, *, python: bool) -> KinetoEvents:
     """Returns the events of a trace with their threads, without operators of the CPU if there are events of a device.
     ``python``: with all operators and functions of Python; self times leave the latter out, so that they are the same
     with and without stacks. Raises ValueError for a file that is no whole trace."""
@@ -200,10 +200,10 @@ def main(order: Mapping[str, Any]) -> None:
     os.nice(5)
     files, trace = order["files"], Path("/dev/stdin")
     if KERNELS_SUFFIX in files:
-        summary = kernel_summary(read_all(trace, python=False), order["identity"])
+        summary = kernel_summary(read_events(trace, python=False), order["identity"])
         Path(files[KERNELS_SUFFIX]).write_text(json.dumps(summary), encoding="utf-8")
     if STACKS_SUFFIX in files:
-        host, device = collapsed_stacks(read_all(trace, python=True))
+        host, device = collapsed_stacks(read_events(trace, python=True))
         for suffix, lines in ((STACKS_SUFFIX, host), (DEVICE_STACKS_SUFFIX, device)):
             if suffix in files and (lines or suffix == STACKS_SUFFIX):
                 Path(files[suffix]).write_text("".join(lines), encoding="utf-8")

@@ -34,7 +34,7 @@ from megaprof.analysis.what_if.changes import (
     priced,
     repacked,
 )
-from megaprof.analysis.what_if.contents import Costs, Held, Memory, in_flight_layers
+from megaprof.analysis.what_if.contents import Costs, Model, StageMemory, in_flight_layers
 from megaprof.analysis.what_if.contents import split as divided
 from megaprof.analysis.what_if.layouts import (
     Layout,
@@ -75,20 +75,20 @@ class Changeable:
     ``alike``: equally many tokens in equally long sequences."""
 
     baseline: Examined
-    held: Held
-    memory: Memory | None
+    model: Model
+    memory: StageMemory | None
     sequences: Sequences | None = None
     alike: bool = False
 
     @property
     def pieces(self) -> Layout:
         """The captured layout."""
-        return self.held.pieces
+        return self.model.pieces
 
     @property
     def stages(self) -> int:
         """The number of pipeline stages."""
-        return self.held.stages
+        return self.model.stages
 
     @property
     def microbatches(self) -> int:
@@ -108,17 +108,17 @@ class Changeable:
     @cached_property
     def costs(self) -> Costs:
         """The estimated costs of layers."""
-        return divided(self.baseline.view.now[0], self.held)
+        return divided(self.baseline.view.now[0], self.model)
 
     @cached_property
     def sure(self) -> Costs:
         """The costs of layers in every draw of steps and microbatches."""
-        return divided(self.baseline.draws.now, self.held)
+        return divided(self.baseline.draws.now, self.model)
 
     @cached_property
     def free(self) -> Costs:
         """The costs of layers in draws that also vary what the data leave open."""
-        return divided(np.concatenate([self.baseline.draws.now] * WAYS), self.held, np.random.default_rng(0))
+        return divided(np.concatenate([self.baseline.draws.now] * WAYS), self.model, np.random.default_rng(0))
 
     def change(self, setting: Setting) -> Change:
         """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""
@@ -157,7 +157,7 @@ def predicted(run: Changeable, kind: Kind, setting: Setting) -> tuple[Prediction
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         tokens=change.tokens,
         activations=1.0 if schedule.forward_only else change.tokens,
-        flags=() if pieces == run.pieces else run.held.flags(pieces),
+        flags=() if pieces == run.pieces else run.model.flags(pieces),
         in_flight=tuple(in_flight_layers(pieces, schedule)),
         fits=fits,
         needed=needed,

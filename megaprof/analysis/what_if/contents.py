@@ -39,8 +39,8 @@ Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 
 
 @dataclass(frozen=True)
-class Held:
-    """The layout of a model, the kind of each decoder layer in order, and the milliseconds of a microbatch, by kind of
+class Model:
+    """A model: its layout, the kind of each decoder layer in order, and the milliseconds of a microbatch, by kind of
     pass, in the parts that ranges show (`Table.part_ms`)."""
 
     pieces: Layout
@@ -87,11 +87,11 @@ class Held:
 class Costs:
     """The costs of the parts of a model. Leading axes, if any, are draws; ``k`` is the axis of kinds of passes.
 
-    ``parts`` [..., name, k] has the milliseconds of each of `Held.names`, ``fixed`` [..., k] what every pass takes
+    ``parts`` [..., name, k] has the milliseconds of each of `Model.names`, ``fixed`` [..., k] what every pass takes
     beside its parts, and ``factor`` [..., stage, chunk, k] the time of a chunk / the cost of its parts.
     """
 
-    held: Held
+    model: Model
     parts: Floats
     fixed: Floats
     factor: Floats
@@ -108,12 +108,12 @@ class Costs:
     @property
     def units(self) -> list[Unit]:
         """The model from front to back, in the form that `layout_search.search` takes. Only for costs without draws."""
-        ms = dict(zip(self.held.names, self.parts.tolist(), strict=True))
+        ms = dict(zip(self.model.names, self.parts.tolist(), strict=True))
         nothing = [0.0] * self.parts.shape[-1]
-        mtp = "".join(self.held.pieces).count("m")
+        mtp = "".join(self.model.pieces).count("m")
         return [
             ("E", ms.get(EMBEDDING, nothing)),
-            *(("t", ms[kind]) for kind in self.held.kinds),
+            *(("t", ms[kind]) for kind in self.model.kinds),
             *([("m" * mtp, [layer_ms * mtp for layer_ms in ms[MTP]])] if mtp else []),
             ("L", ms.get(LOSS, nothing)),
         ]
@@ -121,13 +121,13 @@ class Costs:
     @property
     def of_stage(self) -> Floats:
         """[..., stage, k]: the factor of a stage, over all its chunks."""
-        alone = self._alone(self.held.pieces)
+        alone = self._alone(self.model.pieces)
         factor: Floats = (alone * self.factor).sum(axis=-2) / np.maximum(alone.sum(axis=-2), 1e-9)
         return factor
 
     def _alone(self, pieces: Layout) -> Floats:
         """Returns [..., stage, chunk, k]: what every chunk of a layout would take on a usual rank."""
-        chunks: Floats = np.einsum("scn,...nk->...sck", self.held.counts(pieces), self.parts)
+        chunks: Floats = np.einsum("scn,...nk->...sck", self.model.counts(pieces), self.parts)
         return chunks + self.fixed[..., None, None, :]
 
 
@@ -161,31 +161,31 @@ class CostFit:
 
 def fitted(costs: Costs) -> CostFit:
     """Returns ``costs``, without draws, for a report."""
-    held, parts = costs.held, costs.parts.tolist()
-    by_kind = {name: Cost(*ms) for name, ms in zip(held.names, parts, strict=True)}
+    model, parts = costs.model, costs.parts.tolist()
+    by_kind = {name: Cost(*ms) for name, ms in zip(model.names, parts, strict=True)}
     off = float(np.abs(1.0 - 1.0 / costs.factor).max())
-    unknown, only_ends = set(held.names) - set(held.measured), all(set(piece) != {"t"} for piece in held.pieces)
+    unknown, only_ends = set(model.names) - set(model.measured), all(set(piece) != {"t"} for piece in model.pieces)
     assumed: dict[Assumption, bool] = {
-        "kinds_alike": len(set(held.kinds) - set(held.measured)) > 1 and not _told_apart(held),
+        "kinds_alike": len(set(model.kinds) - set(model.measured)) > 1 and not _told_apart(model),
         "ends_hidden": only_ends and bool(unknown & {EMBEDDING, LOSS}),
         "mtp_like_layer": MTP in unknown,
     }
-    return CostFit(by_kind, held.kinds, off, not unknown, tuple(each for each, is_so in assumed.items() if is_so))
+    return CostFit(by_kind, model.kinds, off, not unknown, tuple(each for each, is_so in assumed.items() if is_so))
 
 
-def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:
-    """Divides ``content`` [..., stage, chunk, k] into the costs of its parts, as causes do (`model.divided`).
+def split(content: Floats, model: Model, random: np.random.Generator | None = None) -> Costs:
+    """Divides ``content`` [..., stage, chunk, k] into the costs of its parts, as causes do (`diagnosis.model.divided`).
     ``random`` draws what the data leave open, once for every leading index."""
-    names, counts, leading = held.names, held.counts(), content.shape[:-3]
+    names, counts, leading = model.names, model.counts(), content.shape[:-3]
     sizes = np.zeros((*leading, len(names)))  # in average layers
-    sizes[..., : len(set(held.kinds))] = _ratios(content, held, random)
+    sizes[..., : len(set(model.kinds))] = _ratios(content, model, random)
     if MTP in names:
         sizes[..., names.index(MTP)] = 1.0 if random is None else _up_to(KINDS_DIFFER, random, leading)
-    outside = outside_layers(held.measured, *counts.shape[:2])  # known if ranges measured both ends
+    outside = outside_layers(model.measured, *counts.shape[:2])  # known if ranges measured both ends
     found = divided(content, np.einsum("scn,...n->...sc", counts, sizes), outside, random)
     parts = sizes[..., None] * found.unit[..., None, :]
-    if MTP in held.measured:
-        parts[..., names.index(MTP), :] = held.measured[MTP]
+    if MTP in model.measured:
+        parts[..., names.index(MTP), :] = model.measured[MTP]
     alone = np.einsum("scn,...nk->...sck", counts, parts) + found.fixed[..., None, None, :]
     ends = found.ends
     if outside is None and random is not None:
@@ -194,7 +194,7 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
         if name in names:
             parts[..., names.index(name), :] = ends[..., at, at, :]
             alone[..., at, at, :] += ends[..., at, at, :]
-    return Costs(held, parts, found.fixed, np.where(alone > 0, content / np.maximum(alone, 1e-9), 1.0))
+    return Costs(model, parts, found.fixed, np.where(alone > 0, content / np.maximum(alone, 1e-9), 1.0))
 
 
 def _up_to(factor: float, random: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -202,22 +202,22 @@ def _up_to(factor: float, random: np.random.Generator, shape: tuple[int, ...]) -
     return np.exp(random.uniform(-np.log(factor), np.log(factor), shape))
 
 
-def _told_apart(held: Held) -> bool:
+def _told_apart(model: Model) -> bool:
     """Returns whether the chunks separate the kinds of layers from each other and from embedding, MTP and loss."""
-    counts = held.counts().reshape(-1, len(held.names))
-    return bool(np.linalg.matrix_rank(counts) == len(held.names))
+    counts = model.counts().reshape(-1, len(model.names))
+    return bool(np.linalg.matrix_rank(counts) == len(model.names))
 
 
-def _ratios(content: Floats, held: Held, random: np.random.Generator | None) -> Floats:
+def _ratios(content: Floats, model: Model, random: np.random.Generator | None) -> Floats:
     """Returns [..., kind of layer]: its cost as a multiple of the average layer's."""
-    kinds = list(dict.fromkeys(held.kinds))
-    many = np.array([held.kinds.count(kind) for kind in kinds], dtype=float)
+    kinds = list(dict.fromkeys(model.kinds))
+    many = np.array([model.kinds.count(kind) for kind in kinds], dtype=float)
     if len(kinds) == 1:
         return np.ones(1)
-    if all(kind in held.measured for kind in kinds):
-        costs = np.array([sum(held.measured[kind]) for kind in kinds])
-    elif _told_apart(held):
-        counts = held.counts().reshape(-1, len(held.names))
+    if all(kind in model.measured for kind in kinds):
+        costs = np.array([sum(model.measured[kind]) for kind in kinds])
+    elif _told_apart(model):
+        counts = model.counts().reshape(-1, len(model.names))
         solved = np.linalg.pinv(counts) @ content.sum(axis=-1).reshape(*content.shape[:-3], -1, 1)
         costs = np.maximum(solved[..., : len(kinds), 0], 0.0)
         costs = np.where(costs.sum(axis=-1, keepdims=True) > 0, costs, 1.0)
@@ -231,13 +231,13 @@ def _ratios(content: Floats, held: Held, random: np.random.Generator | None) -> 
 
 
 @dataclass(frozen=True)
-class Memory:
+class StageMemory:
     """The memory of the captured run, by stage: the ``layers`` that it holds, including MTP layers, the most layers
-    times microbatches in flight (``held``), the fewest bytes that it had allocated (``least``), the most that any of
+    times microbatches ``in_flight``, the fewest bytes that it had allocated (``least``), the most that any of
     its ranks had (``most``), and those that it may allocate (``allowed``): its smallest device's, or less."""
 
     layers: tuple[int, ...]
-    held: tuple[int, ...]
+    in_flight: tuple[int, ...]
     least: tuple[int, ...]
     most: tuple[int, ...]
     allowed: tuple[int, ...]
@@ -247,8 +247,8 @@ class Memory:
         ``layers`` [n, chunk], including MTP layers."""
         per_layer = min(least / count for least, count in zip(self.least, self.layers, strict=True))
         more = (layers.sum(axis=1) - np.take(self.layers, stages)) * per_layer
-        activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
-        more = more + (_held(stages, layers, schedule) - np.take(self.held, stages)) * activations
+        activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.in_flight, strict=True))
+        more = more + (_most_in_flight(stages, layers, schedule) - np.take(self.in_flight, stages)) * activations
         needed: Floats = np.maximum(np.rint(np.take(self.most, stages) + more), 0.0)
         return needed
 
@@ -264,17 +264,18 @@ class Memory:
 
 
 def measured_memory(
-    stages: Sequence[format.Memory | None], pieces: Layout, held: Sequence[int], limit: int | None = None
-) -> Memory | None:
+    stages: Sequence[format.Memory | None], pieces: Layout, in_flight: Sequence[int], limit: int | None = None
+) -> StageMemory | None:
     """Returns the memory of a run with these ``pieces``; None if some stage was not measured, or has no layer or
-    activation to scale by. ``held``: the most layers times microbatches that each stage has in flight; ``limit``: bytes
-    that a stage may allocate, if that is less than its device has."""
-    layers, at_peak = _layers(pieces, len(held)).sum(axis=1).tolist(), [stage for stage in stages if stage is not None]
+    activation to scale by. ``in_flight``: see `in_flight_layers`; ``limit``: bytes that a stage may allocate, if that
+    is less than its device has."""
+    layers = _layers(pieces, len(in_flight)).sum(axis=1).tolist()
+    at_peak = [stage for stage in stages if stage is not None]
     allowed = [[bytes for bytes in (stage.capacity or None, limit) if bytes is not None] for stage in at_peak]
-    if len(at_peak) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
+    if len(at_peak) < len(in_flight) or not all(allowed) or min(layers) < 1 or min(in_flight) < 1:
         return None
     least, most = tuple(stage.allocated for stage in at_peak), tuple(stage.peak for stage in at_peak)
-    return Memory(tuple(layers), tuple(held), least, most, tuple(map(min, allowed)))
+    return StageMemory(tuple(layers), tuple(in_flight), least, most, tuple(map(min, allowed)))
 
 
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
@@ -282,7 +283,7 @@ def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
     that a chunk has run forward and not yet backward, the layers of the chunk count, including MTP layers. All are zero
     in a forward-only pass."""
     stages = schedule.stages
-    most: list[int] = _held(np.arange(stages), _layers(pieces, stages), schedule).tolist()
+    most: list[int] = _most_in_flight(np.arange(stages), _layers(pieces, stages), schedule).tolist()
     return most
 
 
@@ -291,7 +292,7 @@ def _layers(pieces: Layout, stages: int) -> Indices:
     return np.array([piece.count("t") + piece.count("m") for piece in pieces]).reshape(-1, stages).T
 
 
-def _held(stages: Indices, layers: Indices, schedule: PipelineSchedule) -> Indices:
+def _most_in_flight(stages: Indices, layers: Indices, schedule: PipelineSchedule) -> Indices:
     """Returns [n]: the most layers times microbatches in flight on some stages, whose chunks hold ``layers`` [n,
     chunk]."""
     if schedule.forward_only:

@@ -22,7 +22,7 @@ from megaprof.analysis.simulation import Indices, Replay, compiled, rescheduled
 from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.what_if.changeable import WAYS, Changeable, predicted
 from megaprof.analysis.what_if.changes import Change, Prediction, longest, plans, priced, sequences_of
-from megaprof.analysis.what_if.contents import CostFit, Held, fitted, in_flight_layers, measured_memory
+from megaprof.analysis.what_if.contents import CostFit, Model, fitted, in_flight_layers, measured_memory
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import (
     MOST_LAYERS,
@@ -101,10 +101,10 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     ``memory_limit``: bytes that a stage may allocate, if that is less than its device has."""
     table = run.table
     errors = (run.view.step_ms - table.length) / table.length
-    steps, held = longest(run), _held(table)
+    steps, model = longest(run), _model(table)
     peaks = [memory.peak for memory in table.memory if memory is not None]
     replayed = WhatIf(
-        layout=format_layout(held.pieces) if isinstance(held, Held) else None,
+        layout=format_layout(model.pieces) if isinstance(model, Model) else None,
         replay_ms=run.replayed_ms,
         replay_error=Spread.of(errors.tolist()),
         measured_ms=run.step_ms,
@@ -125,11 +125,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     if slow := slow_ranks(diagnosis.causes):
         warnings.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
     others = [balanced(steps), *microbatch_counts(steps), *overlapped(steps, table.first.framework)]
-    if isinstance(held, Note):
-        return replace(replayed, candidates=tuple(others), warnings=(held, *warnings)), None
-    in_flight = in_flight_layers(held.pieces, table.schedule)
-    memory = measured_memory(table.memory, held.pieces, in_flight, memory_limit)
-    changeable = Changeable(steps, held, memory, sequences, differ is False)
+    if isinstance(model, Note):
+        return replace(replayed, candidates=tuple(others), warnings=(model, *warnings)), None
+    in_flight = in_flight_layers(model.pieces, table.schedule)
+    memory = measured_memory(table.memory, model.pieces, in_flight, memory_limit)
+    changeable = Changeable(steps, model, memory, sequences, differ is False)
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), changeable
     slow_terms = [term for term in run.terms if term.kind == "slow_rank"]
@@ -144,7 +144,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     costs = fitted(changeable.costs)
     told = "kinds_alike" not in costs.assumptions  # times alone do not tell a quick kind of layers from a quick stage
     best = _best(compared, in_flight) if told else None
-    fits = memory is None or memory.fit(held.pieces, table.schedule)[0]
+    fits = memory is None or memory.fit(model.pieces, table.schedule)[0]
     advised = None if best is None else best[0]
     alike = [
         prediction.layout or ""
@@ -175,7 +175,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None
     return predictions, changeable
 
 
-def _held(table: Table) -> Held | Note:
+def _model(table: Table) -> Model | Note:
     """Returns what the stages hold, or a note that says why that is not known: the files do not say it, or what they
     say is impossible."""
     schedule, pieces, kinds = table.schedule, [], list[str]()
@@ -197,7 +197,7 @@ def _held(table: Table) -> Held | Note:
         check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
     except ValueError as fault:
         return Note("no_layout", said=f"the captured one is not one of Megatron's: {fault}")
-    return Held(tuple(pieces), tuple(kinds), schedule.stages, table.part_ms)
+    return Model(tuple(pieces), tuple(kinds), schedule.stages, table.part_ms)
 
 
 def _best(compared: Sequence[tuple[Prediction, Floats]], now: Sequence[int]) -> tuple[Prediction, Floats] | None:

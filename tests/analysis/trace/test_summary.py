@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.intervals import intervals, total, union
-from megaprof.analysis.trace.summary import collapsed_stacks, kernel_summary, read_all, self_times
+from megaprof.analysis.trace.summary import collapsed_stacks, kernel_summary, read_events, self_times
 
 
 def kernel(name: str, start: float, duration: float, stream: int = 7, device: int = 0) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def written(*events: dict[str, Any]) -> Path:
 def summary(*events: dict[str, Any]) -> dict[str, Any]:
     path = written(*events)
     try:
-        return kernel_summary(read_all(path, python=False), {})
+        return kernel_summary(read_events(path, python=False), {})
     finally:
         path.unlink()
 
@@ -126,7 +126,7 @@ def test_a_trace_that_is_cut_off_is_no_summary(cut: int, tmp_path: Path) -> None
     text = json.dumps({"traceEvents": [op("aten::add", 0, 1)] * 3})
     (path := tmp_path / "x.json").write_text(text[: min(cut, len(text) - 3)])
     with pytest.raises((ValueError, Undecodable), match=r"truncated|empty|ends too early|no list of"):
-        read_all(path, python=True)
+        read_events(path, python=True)
 
 
 def test_self_times_agree_with_torchs_own(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_self_times_agree_with_torchs_own(tmp_path: Path) -> None:
             with torch.profiler.record_function("step"):
                 model(torch.randn(32, 64)).sum().backward()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    mine = times(kernel_summary(read_all(tmp_path / "trace.json", python=False), {}))
+    mine = times(kernel_summary(read_events(tmp_path / "trace.json", python=False), {}))
     theirs = {a.key: (a.count, a.self_cpu_time_total) for a in profile.key_averages() if a.key.startswith("aten::")}
     assert {name: count for name, (count, _, _) in mine.items()}.items() >= {("aten::linear", 10), ("aten::relu", 5)}
     for name, (count, self_us) in theirs.items():
@@ -163,7 +163,7 @@ def event(category: str, name: str, start: float, duration: float, thread: int =
 def collapsed(*events: dict[str, Any]) -> tuple[list[str], list[str]]:
     path = written(*events)
     try:
-        return collapsed_stacks(read_all(path, python=True))
+        return collapsed_stacks(read_events(path, python=True))
     finally:
         path.unlink()
 

@@ -13,7 +13,7 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.analysis.simulation import Simulation, simulate
-from megaprof.analysis.what_if.contents import Held, fitted, split
+from megaprof.analysis.what_if.contents import Model, fitted, split
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats import ranges
@@ -25,7 +25,7 @@ from tests.analysis.truth.pipelines import Fault, Priced
 DRAWS = 200
 
 
-def content(held: Held, costs: dict[str, float], slow: dict[int, float] | None = None) -> np.ndarray:
+def content(held: Model, costs: dict[str, float], slow: dict[int, float] | None = None) -> np.ndarray:
     """[stage, chunk, kind]: backwards take twice as long."""
     forward = np.einsum("scn,n->sc", held.counts(), [costs[name] for name in held.names])
     for stage, factor in (slow or {}).items():
@@ -33,9 +33,9 @@ def content(held: Held, costs: dict[str, float], slow: dict[int, float] | None =
     return np.stack([forward, 2 * forward], axis=-1)
 
 
-def dense(layout: str, stages: int, **measured: tuple[float, ...]) -> Held:
+def dense(layout: str, stages: int, **measured: tuple[float, ...]) -> Model:
     pieces = parse_layout(layout, stages)
-    return Held(pieces, ("dense",) * "".join(pieces).count("t"), stages, measured)
+    return Model(pieces, ("dense",) * "".join(pieces).count("t"), stages, measured)
 
 
 def test_what_the_chunks_tell_is_found() -> None:
@@ -68,7 +68,7 @@ def test_what_is_long_in_one_kind_of_pass_on_an_end_is_slowness_as_in_causes_and
 
 def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> None:
     pieces = parse_layout("Et*4|t*4|t*4|t*4|t*3L", 5)
-    held = Held(pieces, ("dense",) * 6 + ("moe",) * 13, 5)
+    held = Model(pieces, ("dense",) * 6 + ("moe",) * 13, 5)
     costs = {"dense": 4.0, "moe": 7.0, "embedding": 1.0, "loss": 5.0}
     found = fitted(split(content(held, costs), held))
     assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs, rel=0.15)
@@ -76,11 +76,11 @@ def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> N
 
 def test_a_hybrid_model_has_its_layout_in_its_pattern() -> None:
     kinds = ("MambaLayer", "mlp", "MambaLayer", "attention", "MambaLayer", "moe")
-    held = Held(("Etttt", "ttL"), kinds, 2)
+    held = Model(("Etttt", "ttL"), kinds, 2)
     assert held.flags(("Ettt", "tttL")) == ("--hybrid-layer-pattern", "M-M|*ME")
     assert held.flags(("Ettt", "tttmL")) == ()
-    assert Held(("Ettt", "tttL"), (*kinds[:5], "GatedDeltaNetLayer"), 2).flags(("Ettt", "tttL")) == ()
-    mixed = Held(("Ettt", "tttL"), ("dense",) * 3 + ("moe",) * 3, 2)
+    assert Model(("Ettt", "tttL"), (*kinds[:5], "GatedDeltaNetLayer"), 2).flags(("Ettt", "tttL")) == ()
+    mixed = Model(("Ettt", "tttL"), ("dense",) * 3 + ("moe",) * 3, 2)
     assert mixed.flags(("Ett", "ttttL")) == ("--decoder-first-pipeline-num-layers", "2")
 
 

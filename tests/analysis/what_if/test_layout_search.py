@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.simulation import simulate
 from megaprof.analysis.what_if import layout_search
-from megaprof.analysis.what_if.contents import Cost, Memory, in_flight_layers
+from megaprof.analysis.what_if.contents import Cost, StageMemory, in_flight_layers
 from megaprof.analysis.what_if.layouts import (
     check_layout,
     default_layout,
@@ -96,7 +96,7 @@ def test_a_layout_is_found_within_a_tight_bound_on_many_stages(pp, vpp, microbat
     even = in_flight_layers(default_layout(pp, vpp, layers), schedule)
     least = (4 << 30,) * pp
     most = tuple(own + (held << 28) for own, held in zip(least, even, strict=True))
-    memory = Memory((4,) * pp, tuple(even), least, most, (round(0.7 * most[0]),) * pp)
+    memory = StageMemory((4,) * pp, tuple(even), least, most, (round(0.7 * most[0]),) * pp)
     cost = CostModel(Cost(1.0, 2.0), Cost(0.2, 0.3), Cost(1.3, 2.5), p2p_ms=0.05)
     found = searched(cost, pp, vpp, layers, microbatches, needs=partial(memory.part, schedule=schedule))
     assert found
@@ -114,7 +114,7 @@ def test_where_a_layout_keeps_the_bound_one_is_found(data, pp, vpp, mtp_layers):
     drawn = tuple("".join(flat[begin:end]) for begin, end in itertools.pairwise([0, *sorted(cut), layers + 2]))
     beside = data.draw(st.lists(st.integers(0, 9000), min_size=pp, max_size=pp))
     least, activations = tuple(1000 + more for more in beside), data.draw(st.sampled_from([250, 1000, 4000]))
-    memory = Memory((1,) * pp, (1,) * pp, least, tuple(each + activations for each in least), (1,) * pp)
+    memory = StageMemory((1,) * pp, (1,) * pp, least, tuple(each + activations for each in least), (1,) * pp)
     memory = replace(memory, allowed=tuple(each + 1 for each in memory.fit(drawn, schedule)[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_search, "_FEWEST", 0)

@@ -28,7 +28,7 @@ from megaprof.analysis.what_if.changes import (
     sequences_of,
     switch_of,
 )
-from megaprof.analysis.what_if.contents import Held
+from megaprof.analysis.what_if.contents import Model
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.phrases import Unanswerable
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
@@ -169,8 +169,8 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     run = examine(before)
     known = sequences_of(run)
     assert known is not None
-    held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
-    by_hand = Changeable(longest(run), held, None, sequences=known)
+    model = Model(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
+    by_hand = Changeable(longest(run), model, None, sequences=known)
     alone = plan(known, "balanced")
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.step_ms == repacked(known, alone)[0].step_ms

@@ -16,7 +16,7 @@ import torch
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.steps import steps_of
-from megaprof.analysis.trace.summary import kernel_summary, read_all
+from megaprof.analysis.trace.summary import kernel_summary, read_events
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import profiler
 from megaprof.capture.session import Session
@@ -179,7 +179,7 @@ def _theirs(found: Found, gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
     kernels = [row for row in rows if not getattr(row, "is_user_annotation", False)]
     averages = sum(float(row.self_device_time_total) for row in kernels) / 1e3
     (path,) = directory.iterdir()
-    summary = kernel_summary(read_all(path, python=False), {})
+    summary = kernel_summary(read_events(path, python=False), {})
     ours = sum(each["self_us"] for each in summary["devices"] if not cpu) / 1e3
     found.within(cpu, "kernels (ms) add up as in key_averages()", ours, averages, 0.001)
     return took
