@@ -272,7 +272,6 @@ def chunk_counts(run: Changeable) -> Iterator[Prediction]:
 
 def balanced(run: Examined) -> Prediction:
     """Predicts the step with the measured work spread evenly over all chunks, as if layers could be divided."""
-
     content, drawn = (
         np.broadcast_to(each.mean(axis=(-3, -2), keepdims=True), each.shape)
         for each in (run.view.now[0], run.draws.now)
