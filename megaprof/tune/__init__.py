@@ -225,7 +225,7 @@ def sentence(tuned: Tuning) -> str:
     agreement = f"; {inside} of {counted(compared, 'prediction')} inside the interval" * (compared > 0)
     if result.command == tuned.command:
         if not compared:
-            return "Nothing gained: no other layout was tried."
+            return f"Nothing gained: no other layout was {'tried' if len(tuned.trials) == 1 else 'measured'}."
         tried = counted(len(tuned.measured), "layout")
         return f"Nothing gained: the command as it was given is the quickest of {tried} tried{agreement}."
     return f"{words.speedup(result.speedup)} times as fast: {tuned.trials[result.trial - 1].what}{agreement}."
@@ -236,7 +236,7 @@ def stopped(tuned: Tuning) -> str | None:
     if tuned.stopped == "trials_spent":
         spent = f"All {counted(tuned.most_trials, 'trial')} are spent"
         return f"{spent}, and another layout is predicted to be faster still."
-    if tuned.stopped != "nothing_left":
+    if tuned.stopped is None or not tuned.measured:  # then `sentence` says why
         return None
     return words.sentence(tuned.reason or "no other layout is surely 2 % faster")
 

@@ -49,7 +49,7 @@ _RAISED = re.compile(rf"^{_LABEL}[\w.-]*([Ee]rror|Exception)(: |$)")
 #: has caught the error; Megatron-Bridge does so for everything that it cannot import.
 _CAUGHT = re.compile(rf"^(?!{_LABEL}Traceback \().*Traceback \(most recent call last\):\n([ \t].*\n)*.*$", re.MULTILINE)
 #: What is in megaprof's own messages. A command never fails because of them.
-_OURS = re.compile(r"megaprof( ends)?: |megaprof captures ")
+_OURS = re.compile(r"megaprof( ends)?: |megaprof .*writes to ")
 #: How torch and the kernel say that memory ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
 

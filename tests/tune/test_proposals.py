@@ -14,7 +14,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.phrases import Unanswerable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from megaprof.tune import failures, show, trials
+from megaprof.tune import failures, sentence, show, stopped, trials
 from megaprof.tune.tuning import (
     NAME,
     Proposal,
@@ -112,6 +112,8 @@ def test_a_failed_trial_is_a_measurement_and_no_end() -> None:
     assert found.result is not None
     assert found.result.trial == 1
     assert found.result.as_predicted == (0, 0)
+    assert sentence(found) == "Nothing gained: no other layout was measured."
+    assert sentence(tuning(trial(1, 100, "6+2"))) == "Nothing gained: no other layout was tried."
 
 
 @pytest.mark.parametrize(
@@ -251,6 +253,7 @@ def test_files_that_were_moved_are_found_again(tmp_path: Path) -> None:
 def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     found = upcoming(replace(tuning(trial(1, 100, "6+2", proposal("4+4", 80, 1))), memory_limit=GIB), tmp_path)
     assert (found.stopped, found.pending) == ("not_measured", None)
+    assert "the timelines say nothing of memory" in (stopped(found) or "")
 
 
 def test_a_run_in_another_layout_than_the_proposed_one_is_not_as_asked(tmp_path: Path) -> None:

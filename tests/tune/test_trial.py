@@ -72,7 +72,11 @@ print("=" * 60, file=sys.stderr)
 sys.exit(1)
 """
 #: Has no more data, which megaprof says behind it.
-TOO_SHORT = "print('the data end here'); print('megaprof ends: no windows captured into /tmp')"
+TOO_SHORT = """
+print("the data end here")
+print("megaprof keeps a timeline of every step on every rank; writes to /tmp")
+print("megaprof ends: no windows captured into /tmp")
+"""
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = """
 import signal, time
