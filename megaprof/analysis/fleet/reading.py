@@ -273,8 +273,8 @@ def _read_item(
     for (key, pp, tp), calls in groups.items():
         series = reading.series[key]
         series.calls = series.calls.joined(calls)
-        # In other steps, the ranks may have waited for a rank that is missing.
-        complete = calls.ranks >= key.sizes.dp * key.sizes.cp
+        # In other steps, the ranks may have waited for a rank that is missing, or there were no gradients.
+        complete = (calls.ranks >= key.sizes.dp * key.sizes.cp) & (calls.quickest > 0.0)
         if complete.any():
             rows = bucketed(calls.steps[complete], calls.quickest[None, complete], series.width)
             series.synchronising[pp, tp] = rows

@@ -22,6 +22,7 @@ from megaprof.analysis.fleet.fleet import (
     survey,
 )
 from megaprof.analysis.fleet.reading import Floats, low_median, read_fleet
+from megaprof.analysis.report.views import run_table
 from megaprof.analysis.trace.reading import recordings_in
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -50,6 +51,13 @@ def test_a_slow_rank_makes_the_step_longer_and_no_stage(tmp_path: Path) -> None:
     assert [found.kind for found in of_fleet(fleet)] == ["slow_step"]
     assert not fleet.synchronisation.synchronisation_shifts  # the others waited in it, and nobody was slow in it
     assert fleet.times.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
+
+
+@pytest.mark.parametrize(("finalize_ms", "known"), [(5.0, True), (0.0, False)])
+def test_passes_without_gradients_have_no_time_for_them(tmp_path: Path, finalize_ms: float, known: bool) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, steps=12, finalize_ms=finalize_ms, target="train_log_probs")
+    assert all((ms is not None) == known for ms in fleet.synchronisation.synchronisation_ms)
+    assert any("gradients" in line.cells[0].text for line in run_table(fleet).rows) == known
 
 
 def test_steps_around_windows_are_no_run(tmp_path: Path) -> None:
