@@ -135,10 +135,6 @@ class Metadata:
     """Microbatches of the step."""
     microbatch_group_size: Count | None = None
     """Microbatches that pass through one chunk before the next chunk; of the interleaved schedule only."""
-    seq_length: Number | None = None
-    """Tokens of a sequence, by the schedule's argument."""
-    micro_batch_size: Number | None = None
-    """Sequences of a microbatch, by the schedule's argument."""
     tokens: tuple[Number | None, ...] | None = None
     """Tokens that each microbatch of the window's first call really had, including padding; None if this rank's model
     gets none, and in timelines."""

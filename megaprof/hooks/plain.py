@@ -101,8 +101,6 @@ class PlainSteps:
             schedule="no_pipelining",
             forward_only=forward_only,
             microbatches=microbatches,
-            seq_length=None,
-            micro_batch_size=None,
             chunks=(model,),
         )
         self._dispatcher = process.dispatcher

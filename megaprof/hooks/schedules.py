@@ -131,9 +131,7 @@ def _facts(label: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         target=_forward_only_target() if forward_only else TRAIN_ACTOR,
         schedule=label,
         forward_only=forward_only,
-        microbatches=_integer(microbatches),
-        seq_length=_integer(kwargs.get("seq_length")),
-        micro_batch_size=_integer(kwargs.get("micro_batch_size")),
+        microbatches=microbatches if type(microbatches) is int else None,  # a bool is no number of anything
         chunks=chunks,
         graph=graph,
     )
@@ -152,10 +150,6 @@ def _forward_only_target() -> str:
             return TRAIN_ACTOR
         frame = frame.f_back
     return TRAIN_LOG_PROBS
-
-
-def _integer(value: Any) -> int | None:
-    return value if type(value) is int else None  # a bool is no number of anything
 
 
 def watch_data(dispatcher: Dispatcher, arguments: dict[str, Any]) -> None:

@@ -30,8 +30,7 @@ from megaprof.version import __version__
 
 
 class CallFacts(NamedTuple):
-    """The facts that the arguments of one ``forward_backward_func`` call state. A number is None if it is not given as
-    one. Lengths are tokens in a sequence, and the size of a microbatch is sequences."""
+    """The facts that the arguments of one ``forward_backward_func`` call state."""
 
     target: str
     """``train_actor``, ``train_log_probs`` or ``evaluate``."""
@@ -40,8 +39,7 @@ class CallFacts(NamedTuple):
     forward_only: bool
     """True if it has no backward. A training step has none if all layers of the model are frozen."""
     microbatches: int | None
-    seq_length: int | None
-    micro_batch_size: int | None
+    """Their number; None if it is not given as one."""
     chunks: tuple[Any, ...]
     """The model chunks of this rank, in the order of the call."""
     graph: str | None = None
@@ -75,7 +73,7 @@ class RecordedCall:
 
 
 #: Stands in for the call in a window in which no schedule ran.
-NO_CALL = CallFacts(ANNOTATED, None, False, None, None, None, ())
+NO_CALL = CallFacts(ANNOTATED, None, False, None, ())
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,6 @@ def describe(
         forward_only=facts.forward_only,
         microbatches=facts.microbatches,
         microbatch_group_size=getattr(model_config, group, None),
-        seq_length=facts.seq_length,
-        micro_batch_size=facts.micro_batch_size,
         # None for a microbatch that is not known.
         tokens=tuple(work[n].tokens if n in work else None for n in range(count)) if work and count else None,
         lengths=tuple(work[n].lengths if n in work else None for n in range(count)) if work and count else None,

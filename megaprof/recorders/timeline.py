@@ -353,13 +353,8 @@ class TimelineRecorder:
         return work
 
     def _metadata(self, calls: TimedCalls, facts: CallFacts, number: int) -> dict[str, Any]:
-        """Returns the metadata of a call, made once for all calls with the same; ``number``: its step. Lengths that
-        vary from call to call are null in it."""
-        lengths = facts.seq_length, facts.micro_batch_size
-        if calls.lengths is None:
-            calls.lengths = lengths
-        varies = calls.lengths != lengths
-        key = facts.schedule, facts.microbatches, facts.graph, varies
+        """Returns the metadata of a call, made once for all calls with the same; ``number``: its step."""
+        key = facts.schedule, facts.microbatches, facts.graph
         if (known := calls.metadata.get(key)) is not None:
             return known
         window = Window(calls.target, calls.role, number, self._coords)
@@ -367,8 +362,6 @@ class TimelineRecorder:
         calls.metadata[key] = metadata
         if facts.graph is None:
             metadata["ranges"] = {"microbatch": True}
-        if varies:
-            metadata |= {"seq_length": None, "micro_batch_size": None}
         # Times are the host's, with the reason if the model is not on a CPU, unless there is a clock of its device.
         metadata["timeline"] = clock = {"clock": "host" if self._device is None else "device"}
         reason, device = self._without, metadata.get("device")

@@ -69,8 +69,6 @@ class TimedCalls:
     count: int = 0
     finished: tuple[int, int] | None = None
     """The step number of the last call that finished, and the number of finished calls."""
-    lengths: tuple[int | None, int | None] | None = None
-    """The sequence length, and the sequences in a microbatch, of the first call."""
     metadata: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
     """The metadata so far. The key is made of the facts in which they differ."""
     near: set[int] = field(default_factory=set)

@@ -44,16 +44,11 @@ def test_phase_ranges_are_read_back_and_unknown_is_none(label: str, fields: dict
 
 
 @pytest.mark.parametrize("operation", [*ranges.P2P_OPERATIONS, "wait_recv_prev"])
-def test_exchanges_and_waits_are_p2p(operation: str) -> None:
+def test_exchanges_and_waits_transfer_something(operation: str) -> None:
     read = parse(ranges.PREFIX + operation)
     assert read is not None
-    assert read.is_p2p
-
-
-def test_phases_are_not_p2p() -> None:
-    read = parse("megaprof/forward mb=0 chunk=0")
-    assert read is not None
-    assert not read.is_p2p
+    assert ranges.transfers(read.label)
+    assert not ranges.transfers("forward")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.table.table import Table
-from megaprof.formats import codes
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import unpack_work
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
-from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, Place, parse
+from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, OfPass, parse
 from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
@@ -148,7 +148,7 @@ def ran(trace: dict[str, Any]) -> list[tuple[PassId, ...]]:
     return found
 
 
-def received(trace: dict[str, Any]) -> list[tuple[Place, Place]]:
+def received(trace: dict[str, Any]) -> list[tuple[OfPass, OfPass]]:
     """Of each exchange and wait that receives the input of a pass, and sends no result of one of that kind: the
     microbatch and chunk that it names, and those of the pass of that kind that runs next."""
     found, following = [], {}
@@ -158,8 +158,7 @@ def received(trace: dict[str, Any]) -> list[tuple[Place, Place]]:
             continue
         if name.label in PASSES:
             following[name.label] = name.fields["mb"], name.fields["chunk"]
-        elif name.is_p2p:
-            transfers = EXCHANGES.get(name.label, (name.label.removeprefix("wait_"),))
+        elif transfers := ranges.transfers(name.label):
             of = [kind for kind in SENDS if {SENDS[kind], RECEIVES[kind]} & set(transfers)]
             found += [
                 ((name.fields[f"{prefix}mb"], name.fields[f"{prefix}chunk"]), following[kind])
@@ -206,10 +205,10 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, job: Callable[[
                 (r.fields["mb"], r.fields["chunk"]) for r in found if "send_next" in EXCHANGES.get(r.label, ())
             )
             assert sent == every if meta["schedule"] == "1f1b" else sent.keys() <= every.keys()
-            assert all(r.fields and None not in r.fields.values() for r in found if r.is_p2p)
+            assert all(r.fields and None not in r.fields.values() for r in found if ranges.transfers(r.label))
             assert bool(received(trace)) == (workload.pp > 1)
             assert all(named == runs for named, runs in received(trace))
-            exchanges = {r.label for r in found if r.is_p2p}
+            exchanges = {r.label for r in found if ranges.transfers(r.label)}
             assert exchanges <= {
                 *P2P_OPERATIONS,
                 "wait_recv_prev",

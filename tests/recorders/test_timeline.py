@@ -391,7 +391,7 @@ def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_p
         for length in (16, 12, 10, 8):
             one_rank.train_step(lambda length=length, **kwargs: inner(**(kwargs | {"seq_length": length})))
     (path,) = tmp_path.glob("*" + format.SUFFIX)
-    assert [metadata.seq_length for metadata in read_timeline(path).metadata] == [16, None]
+    assert len(read_timeline(path).metadata) == 1
 
 
 @pytest.mark.parametrize("ends", ["removed", "abandoned"])
