@@ -29,9 +29,6 @@ SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 SPLIT_SCHEDULES = ("zb_h1", "zbv", "dualpipev")
 """Schedules that run the two halves of a backward apart."""
 _V_SHAPED = ("zbv", "dualpipev")
-OVERLAPS = ("none", "steady", "all")
-"""Nowhere, where forwards and backwards alternate (``overlap_p2p_comm``), or also before and after that
-(``overlap_p2p_comm_warmup_flush``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +196,8 @@ class PipelineSchedule(NamedTuple):
     combined: bool = False
     """True if consecutive forwards and backwards run together (``overlap_moe_expert_parallel_comm``)."""
     overlap: str = "steady"
-    """Where exchanges of the interleaved schedule go on beside passes, one of `OVERLAPS`."""
+    """Where the interleaved schedule exchanges beside passes: ``none``; ``steady``, where forwards and backwards
+    alternate (``overlap_p2p_comm``); or ``all``, also before and after that (``overlap_p2p_comm_warmup_flush``)."""
     frees: bool = False
     """True if a stage then waits until the result of each forward is sent, because it frees it
     (``deallocate_pipeline_outputs``, from 0.18)."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation import compiled, simulate
-from megaprof.parallel.schedules import OVERLAPS, PassId, PipelineSchedule, phase_order, turns
+from megaprof.parallel.schedules import PassId, PipelineSchedule, phase_order, turns
 from tests.analysis.brute_force import (
     brute_force_buffered,
     brute_force_programs,
@@ -44,7 +44,7 @@ def passes_of(run) -> np.ndarray:
     )
 
 
-@given(runs(), st.booleans(), st.sampled_from(OVERLAPS), st.data())
+@given(runs(), st.booleans(), st.sampled_from(["none", "steady", "all"]), st.data())
 def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, overlap, data):
     schedule = schedule_of(run, overlap)
     each = st.lists(milliseconds, min_size=schedule.stages, max_size=schedule.stages)

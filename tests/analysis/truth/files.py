@@ -126,6 +126,8 @@ def described(
         "forward_only": target != "train_actor",
         "microbatches": microbatches,
         "microbatch_group_size": stages if len(chunks) > 1 else None,
+        "seq_length": 4096,
+        "micro_batch_size": 1,
         "chunks": chunks,
         "p2p": {
             "batch_p2p_comm": batched,
