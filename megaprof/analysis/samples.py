@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from megaprof.parallel.peers import Floats as Floats
 
 #: How certain every interval is: the number is between its ends with this probability.
 CERTAIN = 0.9

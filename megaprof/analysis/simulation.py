@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.samples import Floats
 from megaprof.parallel.schedules import (
     SPLIT_SCHEDULES,
     Pass,
@@ -44,7 +45,6 @@ from megaprof.parallel.schedules import (
     stage_program,
 )
 
-Milliseconds: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 #: The most node ends in memory at once, over all steps: 32 MB. Further steps are evaluated afterwards.
@@ -89,31 +89,31 @@ class Replay:
         schedule = self.schedule
         return schedule.stages, schedule.chunks, len(schedule.kinds), schedule.microbatches
 
-    def step_ms(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
+    def step_ms(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Floats:
         """Returns how long each step takes, [...], in milliseconds: from 0, the zero of ``entry``, to the end of the
         last pass."""
         return self._evaluated(lambda ends: ends.max(axis=0), (), passes, entry, link)
 
-    def ends(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Milliseconds:
+    def ends(self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Floats:
         """Returns when each pass ends, in milliseconds and in the shape of ``passes``."""
         return self._evaluated(lambda ends: ends[self._passes].T, self.shape, passes, entry, link)
 
     def starts(
         self, passes: npt.ArrayLike, *, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0, ended: bool = False
-    ) -> Milliseconds:
+    ) -> Floats:
         """Returns when each pass begins, in milliseconds and in the shape of ``passes``. If these are when passes
         ``ended``, it is when each could have begun if all others ended then."""
         return self._evaluated(lambda ends: ends[self._before].max(axis=0).T, self.shape, passes, entry, link, ended)
 
     def _evaluated(
         self,
-        figure: Callable[[Milliseconds], Milliseconds],
+        figure: Callable[[Floats], Floats],
         shape: tuple[int, ...],
         passes: npt.ArrayLike,
         entry: npt.ArrayLike,
         link: npt.ArrayLike,
         ended: bool = False,
-    ) -> Milliseconds:
+    ) -> Floats:
         """Returns a ``figure`` of every step, [..., *shape], which takes the ends of all nodes, [node, step], of a part
         of the steps at a time. ``ended``: passes are given by when they end."""
         stages = self.schedule.stages
@@ -124,7 +124,7 @@ class Replay:
         nodes = stages + len(self._passes) + len(self._transfers)
         is_pass = np.zeros(nodes, dtype=np.bool_)
         is_pass[self._passes] = True
-        steps_at_once, figures = max(1, _MOST_HELD // nodes), list[Milliseconds]()
+        steps_at_once, figures = max(1, _MOST_HELD // nodes), list[Floats]()
         for begin in range(0, max(1, len(times)), steps_at_once):
             part = slice(begin, begin + steps_at_once)
             table = np.empty((nodes, len(times[part])))
@@ -274,7 +274,7 @@ class Simulation:
     schedule: PipelineSchedule
     """The schedule that was replayed."""
     _replay: Replay = field(repr=False, compare=False)
-    _passes: Milliseconds = field(repr=False, compare=False)
+    _passes: Floats = field(repr=False, compare=False)
     _entry: npt.ArrayLike = field(repr=False, compare=False)
     _link: npt.ArrayLike = field(repr=False, compare=False)
 
@@ -358,7 +358,7 @@ def simulate(
     return played(replay, passes, link=p2p)
 
 
-def played(replay: Replay, passes: Milliseconds, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Simulation:
+def played(replay: Replay, passes: Floats, entry: npt.ArrayLike = 0.0, link: npt.ArrayLike = 0.0) -> Simulation:
     """Returns one replayed step. ``passes``, ``entry`` and ``link`` are as in `Replay`."""
     step_ms = float(replay.step_ms(passes, entry=entry, link=link))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
@@ -379,7 +379,7 @@ def _shape(label: str, times: Times) -> tuple[int, int]:
     return len(chunks), chunks[0]
 
 
-def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
+def _durations(label: str, times: Times, microbatches: int) -> Floats:
     """Returns the times as [stage, chunk, microbatch]. Raises ValueError if they are not usable."""
     table = np.empty((len(times), len(times[0]), microbatches))
     for stage, row in enumerate(times):

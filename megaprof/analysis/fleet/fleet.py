@@ -24,8 +24,8 @@ import numpy as np
 from megaprof.analysis.fleet.reading import (
     FleetReading,
     Floats,
-    Integers,
     Key,
+    Numbers,
     Percentiles,
     Series,
     bucketed,
@@ -236,7 +236,7 @@ def _fleet(key: Key, series: Series, reading: FleetReading) -> Fleet:
     starts = np.arange(begin, begin + len(step_ms)) * width
     counts = np.bincount(np.minimum(calls.steps // width - begin, len(step_ms) - 1), minlength=len(step_ms))
     first_step = min(rank.first_step for rank in ranks)
-    buckets = Buckets(np.maximum(starts, first_step), starts + width - 1, counts, step_ms * counts / 1e3)
+    buckets = Buckets(np.maximum(starts, first_step), counts, step_ms * counts / 1e3)
     compute_ms, stage_of = stacked(series.compute, begin, len(step_ms)), [rank.coords.pp for rank in series.ranks]
     stages = sorted({*stage_of})
     stage_ms = np.array([low_median(compute_ms[np.equal(stage_of, pp)]) for pp in stages])
@@ -321,12 +321,11 @@ def _synchronisation(stage_of: Sequence[int], rows: Floats, buckets: Buckets, fl
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of steps, [bucket], of which a series has one value each: their first and last step, the number of
-    steps, and the seconds that these took."""
+    """The buckets of steps, [bucket], of which a series has one value each: their first step, the number of steps, and
+    the seconds that these took."""
 
-    first: Integers
-    last: Integers
-    steps: Integers
+    first: Numbers
+    steps: Numbers
     seconds: Floats
 
 
@@ -402,7 +401,7 @@ def shifts(series: Floats, times: Floats, buckets: Buckets, noise: float) -> tup
         until = next(over, None)
         before_ms, after_ms = (float(np.nanmedian(times[each.begin : each.end])) for each in (before, after))
         if (after_ms > before_ms) == rises:
-            last = None if until is None else int(buckets.last[until - 1])
+            last = None if until is None else int(buckets.first[until]) - 1
             found.append(Shift(int(buckets.first[after.begin]), last, before_ms, after_ms))
     return tuple(found)
 
@@ -433,7 +432,7 @@ def logarithms(times: Floats) -> Floats:
     return np.asarray(np.log(np.maximum(times, 1e-3)))
 
 
-def single_steps(steps: Integers, times: Floats) -> SingleSteps:
+def single_steps(steps: Numbers, times: Floats) -> SingleSteps:
     """Returns the single slow steps in a series of all steps."""
     if len(times) < 3:
         return SingleSteps(0, (), None)

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
+from megaprof.analysis.samples import Floats as Floats
+from megaprof.analysis.trace.columns import Numbers as Numbers
 from megaprof.analysis.trace.reading import Progress, Runs, Timelines, Workers, in_processes, runs_in
 from megaprof.analysis.trace.steps import grouped
 from megaprof.formats import codes, ranges
@@ -43,10 +45,6 @@ CALLS = 16
 #: At most this many ranks have their files opened again, to see where they stood still.
 _MOST_PLACES = 4
 _BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
-
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -114,17 +112,17 @@ Rows = tuple[int, Floats]
 class Calls:
     """What single calls took on several ranks, [call], in order."""
 
-    numbers: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    numbers: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     """As `numbers_of` numbers them."""
     longest: Floats = field(default_factory=lambda: np.empty(0))
     """Milliseconds on the slowest rank."""
     quickest: Floats = field(default_factory=lambda: np.empty(0))
     """Milliseconds of gradient synchronisation on the quickest rank."""
-    ranks: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    ranks: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     """Number of ranks that have it."""
 
     @property
-    def steps(self) -> Integers:
+    def steps(self) -> Numbers:
         """The step of each."""
         return self.numbers >> CALLS
 
@@ -151,7 +149,7 @@ class Series:
     """By group (pp and tp), one row: the milliseconds of a step that its quickest rank spent on gradient
     synchronisation. Only steps that all ranks of the group have count."""
     calls: Calls = field(default_factory=Calls)
-    times: dict[int, Integers] = field(default_factory=dict)
+    times: dict[int, Numbers] = field(default_factory=dict)
     """By stage, how many steps of its ranks computed for how long, [bin] (`BIN`)."""
     metadata: dict[int, Metadata] = field(default_factory=dict)
     """Metadata in the files of one rank, by stage."""
@@ -307,7 +305,7 @@ def _steps_in(paths: Iterable[Path], timelines: Timelines, runs: Runs, reading: 
             reading.warnings.append(Note("skipped", files=(path.name,), said=said))
 
 
-def numbers_of(calls: npt.NDArray[Any]) -> Integers:
+def numbers_of(calls: npt.NDArray[Any]) -> Numbers:
     """Returns the step of each call as a number, with the index of the call in its lowest `CALLS` bits."""
     return np.asarray(calls["step"].astype(np.int64) << CALLS | calls["index"])
 
@@ -369,7 +367,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]]) -> Calls:
     return Calls(numbers, longest, quickest, counts.sum(axis=0))
 
 
-def bucketed(steps: Integers, values: Floats, width: int) -> Rows:
+def bucketed(steps: Numbers, values: Floats, width: int) -> Rows:
     """Returns the medians over buckets of steps of ``values``, [row, call], NaN for none. ``steps``, [call], must
     ascend."""
     if not len(steps):

@@ -77,7 +77,7 @@ def iterations_table(found: Iterations | None) -> TableView | None:
         )
     title = (
         f"where an iteration of a rank goes: {number(found.ms)} ms, average of {counted(found.count, 'iteration')}; "
-        f"{percent(found.outside)} lies outside of the schedule on every rank"
+        f"{percent(max(1.0 - found.step_ms / found.ms, 0.0))} lies outside of the schedule on every rank"
     )
     return table(title, rows)
 

@@ -68,11 +68,6 @@ class Iterations:
     """Milliseconds of an iteration if each rollout ran beside the rest of the iteration before it, as quickly as now;
     null if the ranks wait for none."""
 
-    @property
-    def outside(self) -> float:
-        """The fraction that no rank spends in the schedule's calls."""
-        return max(1.0 - self.step_ms / self.ms, 0.0)
-
     def ms_of(self, *names: str) -> float:
         """Returns the milliseconds of these parts."""
         return sum(part.ms for part in self.parts if part.name in names)

@@ -24,7 +24,6 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import RECEIVES, SENDS
 
-Interval = tuple[int, int]
 #: Fraction of kernels that may lack their partner.
 _UNMATCHED = 0.05
 _NEVER = np.iinfo(np.int64).max
@@ -47,8 +46,8 @@ class End(NamedTuple):
     """One end of a message, in nanoseconds on its rank's clock: an interval that contains the moment when it happened,
     and the range or kernel of the trace in which it happened."""
 
-    time: Interval
-    within: Interval
+    time: tuple[int, int]
+    within: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def meetings(table: Table, steps: Sequence[TracedStep]) -> Floats:
         offset = {rank: int(table.offset_ns[(t, *places[rank])]) for rank in by_rank}
         ends = {rank: ends_of(step.metadata, [step]) for rank, step in by_rank.items()}
         # The time at which the later end arrived, by rank and kernel, on the rank's own clock.
-        later_end_ns: dict[int, dict[Interval, int]] = {rank: {} for rank in by_rank}
+        later_end_ns: dict[int, dict[tuple[int, int], int]] = {rank: {} for rank in by_rank}
         for message, sender, receiver in exchanged(ends):
             send, receive = ends[sender].sends[message].time, ends[receiver].receives[message].time
             by_send, by_receive = later_end_ns[sender], later_end_ns[receiver]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.notes import Note
+from megaprof.analysis.samples import Floats as Floats
 from megaprof.analysis.table.iterations import Iterations, Parts
 from megaprof.analysis.trace.steps import RECOMPUTE, ModuleKey
 from megaprof.formats import ranges
@@ -20,8 +21,6 @@ from megaprof.formats.metadata import Metadata, ModelChunk
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import ParallelSizes
-
-Floats = npt.NDArray[np.float64]
 
 #: Parts of a model besides its kinds of layers.
 EMBEDDING, MTP, LOSS, BESIDE = "embedding", "mtp", "loss", "beside"

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import divided, outside_layers
 from megaprof.analysis.diagnosis.policy import KINDS_DIFFER
@@ -72,7 +71,7 @@ class Model:
             return flags
         return "--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, self.stages)[0]), *flags
 
-    def counts(self, pieces: Layout | None = None) -> npt.NDArray[np.float64]:
+    def counts(self, pieces: Layout | None = None) -> Floats:
         """Returns [stage, chunk, name]: how many of each part a chunk holds, in this layout or in other ``pieces``."""
         kinds, names = iter(self.kinds), self.names
         pieces = pieces or self.pieces

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation import Indices, Milliseconds, Replay
+from megaprof.analysis.samples import Floats
+from megaprof.analysis.simulation import Indices, Replay
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 
 _PASSES_PER_SEARCH = 12_000_000
@@ -21,7 +22,7 @@ _FEWEST, _MOST = 100, 2000  # replays per search
 Unit: TypeAlias = tuple[str, Sequence[float]]
 """A part of the model that no layout divides: its letters (``E``, ``t``, all MTP layers as ``mm``, ``L``), and the time
 of a microbatch in it, in milliseconds by kind of pass."""
-Needs: TypeAlias = Callable[[Indices, Indices], npt.NDArray[np.float64]]
+Needs: TypeAlias = Callable[[Indices, Indices], Floats]
 """Takes some stages [n] and the layers (MTP layers included) that their chunks hold [n, chunk]. Returns the fraction of
 its allowed memory that each stage needs [n]."""
 _Counts: TypeAlias = tuple[int, ...]
@@ -32,7 +33,7 @@ class _Problem:
     """One search: the model's units, the schedule, and every layout replayed so far."""
 
     def __init__(
-        self, units: Sequence[Unit], replay: Replay, p2p_ms: float, factor: Milliseconds, needs: Needs | None
+        self, units: Sequence[Unit], replay: Replay, p2p_ms: float, factor: Floats, needs: Needs | None
     ) -> None:
         schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
@@ -77,7 +78,7 @@ class _Problem:
                 step_ms[kept] = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
-    def needs(self, several: Indices) -> npt.NDArray[np.float64]:
+    def needs(self, several: Indices) -> Floats:
         """Returns [layout, stage]: the fraction of its allowed memory that each stage needs in some layouts
         [layout, piece]; 0 without a bound."""
         if self.stages_need is None:
@@ -167,16 +168,13 @@ def _starts(problem: _Problem) -> Iterator[_Counts]:
     yield from sorted(uneven_counts, key=lambda counts: (max(_stage_work(problem, counts)), counts))[:8]
 
 
-_PieceCost = Callable[[Indices, Indices], Milliseconds]
-
-
-def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
+def _smallest_maximum(pieces: int, cost: Callable[[Indices, Indices], Floats], units: int) -> _Counts:
     """Cuts ``units`` into non-empty ``pieces`` so that the largest ``cost(begin, end)`` is smallest. Of such cuts, it
     takes the one with the smallest sum of squares. Exact, by dynamic programming."""
     largest = _best_cuts(units, pieces, cost, np.maximum)[0]
     limit = largest * (1 + 1e-12)
 
-    def squared(begin: Indices, end: Indices) -> Milliseconds:
+    def squared(begin: Indices, end: Indices) -> Floats:
         piece_cost = cost(begin, end)
         return np.where(piece_cost > limit, inf, piece_cost * piece_cost)
 
@@ -184,7 +182,9 @@ def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
     return tuple(end - begin for begin, end in zip((0, *squares), (*squares, units), strict=True))
 
 
-def _best_cuts(units: int, pieces: int, cost: _PieceCost, join: np.ufunc) -> tuple[float, list[int]]:
+def _best_cuts(
+    units: int, pieces: int, cost: Callable[[Indices, Indices], Floats], join: np.ufunc
+) -> tuple[float, list[int]]:
     # Of equally good cuts, the one with the shortest last piece is taken, so begins descend.
     begins, ends = np.arange(units)[::-1, None], np.arange(units + 1)
     best = np.where(ends == 0, 0.0, inf)

@@ -164,7 +164,7 @@ def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
 
 def buckets(count: int, seconds: float = 1.0, width: int = 1) -> Buckets:
     first = np.arange(count) * width
-    return Buckets(first, first + width - 1, np.full(count, width), np.full(count, seconds))
+    return Buckets(first, np.full(count, width), np.full(count, seconds))
 
 
 def levels_of(values: Floats, seconds: float = 1.0) -> list[Level]:
