@@ -289,11 +289,12 @@ def watch() -> None:
         directory = mkdtemp(prefix="megaprof-")
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
     armed.marks = Path(directory)
-    is_first = pid in ("", str(os.getpid()))  # this process may have run another program before, which set the variable
-    atexit.register(_ends, os.getpid(), is_first)
+    if pid in ("", str(os.getpid())):  # this process may have run another program before, which set the variable
+        armed.first = os.getpid()
+    atexit.register(_ends, os.getpid())
 
 
-def _ends(pid: int, is_first: bool) -> None:
+def _ends(pid: int) -> None:
     """Marks how far this process came. The first process then logs the line, if no process has asked for hooks."""
     if pid != os.getpid() or armed.marks is None:  # a fork of it
         return
@@ -303,7 +304,7 @@ def _ends(pid: int, is_first: bool) -> None:
     elif "megatron.core" in sys.modules:
         progress = 2
     armed.mark(str(progress))
-    if not is_first:
+    if armed.first is None:
         return
     from shutil import rmtree
 

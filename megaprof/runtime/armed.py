@@ -3,6 +3,7 @@ every Python process of an armed job imports it, whether it trains or not."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,13 +39,21 @@ class Armed:
         schedule installs them."""
         self.marks: Path | None = None
         """The directory where the processes of a job mark how far they came (`autoload.arming`), if any."""
+        self.first: int | None = None
+        """The id of this process if it is the first one of the job."""
         self.asked_too_early = False
         """True if the host asked for a schedule, or called one, before Megatron-Core's process groups existed."""
 
     def mark(self, name: str) -> None:
-        """Leaves a mark for the first process of the job: how far this one came, or that hooks were asked for."""
-        if self.marks is not None:
-            with Suppressed(OSError):  # on another machine, or the first process is gone
+        """Leaves a mark for the first process of the job: how far this one came, or that hooks were asked for. Once the
+        first process itself has asked, nobody reads marks any more; it may be killed, so it removes them then."""
+        if self.marks is not None and name == INSTALLED and self.first == os.getpid():
+            from shutil import rmtree  # not in every process
+
+            rmtree(self.marks, ignore_errors=True)
+            self.marks = None
+        elif self.marks is not None:
+            with Suppressed(OSError):  # on another machine, or the first process is gone, or has asked for hooks
                 (self.marks / name).touch()
 
 

@@ -126,6 +126,8 @@ def test_a_launcher_says_it_once_for_all_ranks(tmp_path: Path) -> None:
     [
         "import megaprof; megaprof.install_hooks(None)",
         "from megaprof.runtime.armed import armed; armed.mark('installed')",
+        # As if it was killed.
+        "import megaprof, os; megaprof.install_hooks(None); os._exit(0)",
     ],
 )
 def test_whoever_asked_for_hooks_hears_of_them_elsewhere(tmp_path: Path, code: str) -> None:
