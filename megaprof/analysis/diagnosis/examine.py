@@ -222,8 +222,8 @@ def _most_gained(term: Term, view: View, without: View) -> float:
 def terms(table: Table, view: View, step_ms: float) -> list[Term]:
     """Returns every term that could cost enough. No change can gain more than it takes out of passes."""
     return [
-        *_of_content(table, view),
-        *_of_microbatches(table, view),
+        *_of_content(table),
+        *_of_microbatches(table),
         *_of_ranks(table, view, step_ms),
         *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
@@ -231,7 +231,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
     ]
 
 
-def _of_content(table: Table, view: View) -> Iterator[Term]:
+def _of_content(table: Table) -> Iterator[Term]:
     s, c = table.layers.shape
     if np.isfinite(table.layers).all() and np.ptp(table.layers) > 0:
         share = (table.layers.mean() - table.layers)[:, :, None]
@@ -263,7 +263,7 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
             yield Term("chunk", change, stage=stage, chunk=chunk, fitted=True)
 
 
-def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
+def _of_microbatches(table: Table) -> Iterator[Term]:
     d, s = table.entry.shape[1:]
 
     def even(v: View) -> View:

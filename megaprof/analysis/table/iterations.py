@@ -12,10 +12,11 @@ import numpy.typing as npt
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.facts import PARTS, part_of_call, unpack_between, unpack_data, unpack_spans
-from megaprof.formats.ranges import WAITING
+from megaprof.formats.ranges import DATA_WAIT, WAITING
 
-_LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
-DATA, EXCHANGES, GRADIENTS, UNKNOWN = "data_wait", "exchanges", "gradients", "between"
+#: Flags of calls whose times do not count.
+LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
+DATA, EXCHANGES, GRADIENTS, UNKNOWN = DATA_WAIT, "exchanges", "gradients", "between"
 #: The parts inside the calls of the schedule.
 STEP = (DATA, "forward", "backward", "combined", EXCHANGES, GRADIENTS)
 ROLLOUT = "rollout"
@@ -94,7 +95,7 @@ def _iterations(
     whole, first = np.logical_and.reduceat(known[: begins[-1]], begins[:-1]), first[begins]
     # What a fact tells is of the time before its call.
     between = np.add.reduceat(between[1 : first[-1] + 1], first[:-1])
-    left_out = np.sort(timeline.steps["start_ns"][timeline.steps["flags"] & _LEFT_OUT > 0])  # calls of all targets
+    left_out = np.sort(timeline.steps["start_ns"][timeline.steps["flags"] & LEFT_OUT > 0])  # calls of all targets
     whole &= np.diff(np.searchsorted(left_out, steps["start_ns"][first])) == 0
     return first, whole, between
 

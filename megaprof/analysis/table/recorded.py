@@ -23,7 +23,7 @@ import numpy.typing as npt
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import CALLS, FleetReading, Key, RankRow, Series, numbers_of
 from megaprof.analysis.notes import PP_UNKNOWN, Note
-from megaprof.analysis.table.iterations import Parts, parts_of
+from megaprof.analysis.table.iterations import LEFT_OUT, Parts, parts_of
 from megaprof.analysis.table.table import DATA, GARBAGE, Floats, Group, RankSteps, Table, Unfit
 from megaprof.analysis.table.tabulate import (
     WARM_UP,
@@ -58,7 +58,6 @@ from megaprof.parallel.schedules import PipelineSchedule
 
 #: How many steps are read, evenly spread over the run. A report has no time for more.
 STEPS = 48
-_LEFT_OUT = format.FAILED | format.DISTURBED | format.INCOMPLETE
 #: The most passes in a table, so that it fits into memory and time.
 _MOST_PASSES = 500_000
 #: If there are more passes, steps are left out first, down to this many, and then replicas. Half of the replicas that
@@ -200,7 +199,7 @@ def _shape(metadata: Metadata) -> tuple[object, ...]:
 
 
 def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
-    return np.asarray((timeline.steps["flags"] & _LEFT_OUT == 0) & (timeline.steps["duration"] > 0))
+    return np.asarray((timeline.steps["flags"] & LEFT_OUT == 0) & (timeline.steps["duration"] > 0))
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:

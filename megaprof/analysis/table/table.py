@@ -26,7 +26,7 @@ from megaprof.parallel.topology import ParallelSizes
 EMBEDDING, MTP, LOSS, BESIDE = "embedding", "mtp", "loss", "beside"
 #: What remains of a pass after its layers, by whether its chunk has the embedding and the loss.
 _REMAINS: Mapping[object, str] = {(True, False): EMBEDDING, (False, True): LOSS, (False, False): BESIDE}
-GARBAGE, WAIT, DATA = "garbage_collection", "processor_wait", "data_wait"
+GARBAGE, WAIT, DATA = ranges.GARBAGE, "processor_wait", ranges.DATA_WAIT
 #: Quantile of the passes of one kind that shows what they take without delays, because delays only add. Reports call it
 #: "the quicker passes": under a load that delays most passes, it contains delays, too.
 QUARTILE = 0.25

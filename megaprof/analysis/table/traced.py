@@ -179,8 +179,6 @@ def _without_axes(job: Job) -> None:
     job.steps = [replace(step, spent={**step.spent, **unknown}) for step in job.steps]
 
 
-#: Groups that communicate inside a pass. Gradients and exchanges come between passes.
-_INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
 #: Clocks that are uncertain by more than this fraction of a step cannot tell waiting from transferring.
 _MOST_UNCERTAIN = 0.02
@@ -227,7 +225,7 @@ def _rank(steps: Sequence[TracedStep], schedule: PipelineSchedule, origin: int) 
     start, end, compute, working = (np.full(shape, np.nan) for _ in range(4))
     # If only some collectives of a group can be told apart from the rest, only those are counted.
     found = {group for step in steps for group, ns in step.passes.exposed.items() if ns.any()}
-    exposed = {group: np.zeros(shape) for group in _INSIDE if group in found}
+    exposed = {group: np.zeros(shape) for group in (*INSIDE, "unknown") if group in found}
     idle, collected_ms, loading_ms = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     loads = any(step.passes.data is not None for step in steps)
     reduced, work = np.full(len(steps), np.nan), np.full((len(steps), schedule.microbatches, 3), np.nan)
