@@ -105,9 +105,9 @@ class Interval:
         value = self.value / other.value
         return Interval(value, value * math.exp(-below), value * math.exp(above))
 
-    def clipped(self, least: float, most: float = math.inf) -> Interval:
-        """Returns the interval with everything outside of two bounds moved to them."""
-        return Interval(*(min(max(each, least), most) for each in (self.value, self.low, self.high)))
+    def clipped(self, least: float) -> Interval:
+        """Returns the interval with everything below a bound moved to it."""
+        return Interval(*(max(each, least) for each in (self.value, self.low, self.high)))
 
     def holds(self, number: float) -> bool:
         """Returns whether a number is inside."""
