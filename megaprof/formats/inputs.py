@@ -255,8 +255,8 @@ def _pieces(path: Path) -> Generator[bytes, None, None]:
             total += len(piece)
             if total > limit:
                 subject = "its file has" if not is_gzipped else "it unpacks to"
-                hint = "(see --max-input-mib)" if _allowed or not is_gzipped else "more than a trace of its size can"
-                raise OSError(f"{subject} more than {limit >> 20:,} MiB: {hint}")
+                hint = " (see --max-input-mib)" if _allowed or not is_gzipped else ", more than a trace of its size can"
+                raise OSError(f"{subject} more than {limit >> 20:,} MiB{hint}")
             yield piece
 
 
