@@ -6,6 +6,7 @@ It is plain data, and imports neither torch nor numpy. The functions that change
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -103,6 +104,11 @@ class Process:
         """True while something records ranges: either a window is open, or nsys records a process that has no hooks to
         open windows."""
         return self.window is not None if self.sessions else self.traced
+
+    @property
+    def elsewhere(self) -> bool:
+        """True while a window is open that another thread opened, and that only that thread can close."""
+        return self.window is not None and self.thread != threading.get_ident()
 
     def memory_ran_out(self, session: object, reason: str) -> None:
         """Has the window of ``session`` closed because of ``reason``, if it is open. Any thread may call it."""

@@ -98,10 +98,10 @@ class Dispatcher:
             self.settle()
 
     def settle(self) -> None:
-        """Does what other threads have asked of the training thread. Only that thread may close a window, and not while
-        a CUDA graph is captured. In the middle of a call it does only what cannot wait: the device may be waiting for a
-        peer, which may be waiting for something that this rank has yet to send."""
-        if not self.sessions or capturing():  # without sessions, this dispatcher is no longer in use
+        """Does what other threads have asked of the training thread. Only the thread that opened a window may close it,
+        and not while a CUDA graph is captured. In the middle of a call it does only what cannot wait: the device may be
+        waiting for a peer, which may be waiting for something that this rank has yet to send."""
+        if not self.sessions or capturing() or process.elsewhere:  # without sessions, it is no longer in use
             return
         for task in process.asked.copy():
             if self._recording is None or task[1]:

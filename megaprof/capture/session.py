@@ -336,6 +336,8 @@ class Session:
         recorders = self.recorders if demand is None else demand.recorders
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()
+        if not hasattr(_this_thread, "end"):
+            _this_thread.end = _ThreadEnd()
         try:
             opened.guard.start(*self._memory_limit, partial(process.memory_ran_out, self))
             for recorder in reversed(opened.recorders):
@@ -356,7 +358,7 @@ class Session:
         """Closes the window, if one is open. ``last``: closes it even while a CUDA graph is captured, or in the middle
         of a backward, because no later call will."""
         opened = self._own_window
-        if opened is None or (not last and (capturing() or in_backward())):
+        if opened is None or process.elsewhere or (not last and (capturing() or in_backward())):
             return
         if opened.overall is not None:
             opened.overall.close()
@@ -421,6 +423,20 @@ class Session:
         if opened is not None:
             opened.guard.end()
             process.window, process.disturbed = None, True
+
+
+_this_thread = threading.local()
+
+
+class _ThreadEnd:
+    """Closes an open window when the thread that opened it ends. Python frees what is local to a thread on that thread.
+    Kineto cannot stop on another one: what it returns there is empty, and exporting it crashes the process (2.13)."""
+
+    def __del__(self) -> None:
+        if process.window is not None and not process.elsewhere:
+            for session in process.sessions.copy():
+                session.end_window("the thread that opened it has ended")
+            process.dispatcher.settle()
 
 
 def follows_at_once(between: int, took: int) -> bool:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload.install import Handle
 from megaprof.capture.process import process
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
+from megaprof.testing.cpu import OnCpu
 from megaprof.testing.faults import before_forward
 
 WORKLOAD = GPTWorkload(layers=1, microbatches=2, hidden=32, seq_length=16, heads=2)
@@ -53,6 +55,20 @@ def raises(gpt: BuiltGPT, directory: str) -> None:
     install(gpt, directory, target=("train_overall",), schedule="0")
     gpt.train_step()
     raise RuntimeError("of the host")
+
+
+def changes_threads(gpt: BuiltGPT, directory: str) -> None:
+    install(gpt, directory, target=("train_overall",), schedule="0:0:0:1:0")
+
+    def step() -> None:
+        with OnCpu():
+            gpt.train_step()
+
+    first, second = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    for pool in (first, second, first):
+        pool.submit(step).result()
+    first.shutdown()
+    second.submit(step).result()
 
 
 def leaves_at_once(gpt: BuiltGPT, directory: str) -> None:

@@ -160,6 +160,15 @@ def test_a_removal_that_nobody_answered_happens_at_the_end_of_the_process(direct
     assert hidden(directory) == []
 
 
+def test_a_window_is_closed_by_the_thread_that_opened_it_at_the_latest_when_that_ends(directory: Path) -> None:
+    job = run("changes_threads", directory)
+    assert job.returncode == 0, job.stderr
+    ended = "the thread that opened it has ended"
+    found = [(trace["megaprof"]["steps"][0], trace["megaprof"]["truncated_reason"]) for trace in traces(directory)]
+    assert found == [(0, None), (2, ended), (3, ended)]
+    assert "step 1 was not captured: a window of train_overall was open in it" in job.stderr
+
+
 def test_os_exit_leaves_nothing_broken(directory: Path) -> None:
     job = run("leaves_at_once", directory)
     assert job.returncode == 3, job.stderr
