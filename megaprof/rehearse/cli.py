@@ -31,7 +31,7 @@ EXAMPLES = (
 _STEPS, _PER_HOST, _GIB = 8, 8, 1 << 30
 #: Programs and modules that start ranks.
 _LAUNCHERS = {"torchrun", "srun", "mpirun", "mpiexec", "deepspeed", "accelerate", "ray", "megatron", "swift"}
-_MODULES = ("torch.distributed.run", "verl.trainer.main_", "skyrl.train.")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "verl.trainer.main_", "skyrl.train.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,9 @@ def multi_process_service() -> Iterator[dict[str, str]]:
         own = {"CUDA_MPS_PIPE_DIRECTORY": directory, "CUDA_MPS_LOG_DIRECTORY": directory}
         env = {**os.environ, **own}
         quiet: dict[str, Any] = {"env": env, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 10}
-        started = subprocess.run([control, "-d"], check=False, **quiet).returncode == 0
+        started = False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started = subprocess.run([control, "-d"], check=False, **quiet).returncode == 0
         try:
             yield own if started else {}
         finally:
