@@ -210,13 +210,13 @@ def step(number: int | None = None) -> int:
 def stop(timeout: float = 60.0) -> bool:
     """Closes an open window, finishes its files and removes the hooks. Does nothing without a start.
 
-    Returns True if every file is complete within ``timeout`` seconds.
+    Returns True if every file is complete within ``timeout`` seconds, and no window waits for its own thread.
     """
     handle, process.started = process.started, None
     if handle is None:
         return True
     handle.remove()
-    return bool(handle.flush(timeout))
+    return bool(handle.flush(timeout) and not handle.active)
 
 
 def _listen(session: Session, directory: str) -> None:

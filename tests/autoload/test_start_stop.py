@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ def test_stop_keeps_an_open_window(one_rank: Any, tmp_path: Path) -> None:
     assert megaprof.stop() is True
     (path,) = find_traces(tmp_path)
     assert read_trace(path).metadata.truncated
+
+
+def test_stop_on_another_thread_says_that_a_window_is_still_open(one_rank: Any, tmp_path: Path) -> None:
+    megaprof.start(config(tmp_path, "train_overall", steps="0"))
+    one_rank.train_step()
+    with ThreadPoolExecutor(1) as controller:
+        assert controller.submit(megaprof.stop).result() is False
+    assert not find_traces(tmp_path)
+    one_rank.train_step()
+    assert find_traces(tmp_path)
 
 
 def test_off_and_mistakes(tmp_path: Path, monkeypatch: Any) -> None:
