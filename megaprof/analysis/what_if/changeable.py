@@ -34,8 +34,7 @@ from megaprof.analysis.what_if.changes import (
     priced,
     repacked,
 )
-from megaprof.analysis.what_if.contents import Costs, Model, StageMemory, in_flight_layers
-from megaprof.analysis.what_if.contents import split as divided
+from megaprof.analysis.what_if.contents import Costs, Model, StageMemory, costs_of, in_flight_layers
 from megaprof.analysis.what_if.layouts import (
     Layout,
     check_layout,
@@ -108,17 +107,17 @@ class Changeable:
     @cached_property
     def costs(self) -> Costs:
         """The estimated costs of layers."""
-        return divided(self.baseline.view.now[0], self.model)
+        return costs_of(self.baseline.view.now[0], self.model)
 
     @cached_property
     def sure(self) -> Costs:
         """The costs of layers in every draw of steps and microbatches."""
-        return divided(self.baseline.draws.now, self.model)
+        return costs_of(self.baseline.draws.now, self.model)
 
     @cached_property
     def free(self) -> Costs:
         """The costs of layers in draws that also vary what the data leave open."""
-        return divided(np.concatenate([self.baseline.draws.now] * WAYS), self.model, np.random.default_rng(0))
+        return costs_of(np.concatenate([self.baseline.draws.now] * WAYS), self.model, np.random.default_rng(0))
 
     def change(self, setting: Setting) -> Change:
         """Returns what ``setting`` changes besides the layout. Raises ValueError if Megatron has no such schedule."""

@@ -172,7 +172,7 @@ def fitted(costs: Costs) -> CostFit:
     return CostFit(by_kind, model.kinds, off, not unknown, tuple(each for each, is_so in assumed.items() if is_so))
 
 
-def split(content: Floats, model: Model, random: np.random.Generator | None = None) -> Costs:
+def costs_of(content: Floats, model: Model, random: np.random.Generator | None = None) -> Costs:
     """Divides ``content`` [..., stage, chunk, k] into the costs of its parts, as causes do (`diagnosis.model.divided`).
     ``random`` draws what the data leave open, once for every leading index."""
     names, counts, leading = model.names, model.counts(), content.shape[:-3]

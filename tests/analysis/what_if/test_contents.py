@@ -13,7 +13,7 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import TargetReport, analyze
 from megaprof.analysis.simulation import Simulation, simulate
-from megaprof.analysis.what_if.contents import Model, fitted, split
+from megaprof.analysis.what_if.contents import Model, costs_of, fitted
 from megaprof.analysis.what_if.layouts import parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf, what_if
 from megaprof.formats import ranges
@@ -41,7 +41,7 @@ def dense(layout: str, stages: int, **measured: tuple[float, ...]) -> Model:
 def test_what_the_chunks_tell_is_found() -> None:
     held = dense("Et*6|t*4|t*4|t*3L", 4)
     costs = {"dense": 5.0, "embedding": 2.0, "loss": 9.0}
-    found = fitted(split(content(held, costs), held))
+    found = fitted(costs_of(content(held, costs), held))
     assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs)
     assert found.residual == pytest.approx(0.0, abs=1e-9)
     assert found.assumptions == ()
@@ -58,10 +58,10 @@ def test_what_is_long_in_one_kind_of_pass_on_an_end_is_slowness_as_in_causes_and
     held = dense("Et*4|t*4|t*4|t*4L", 4)
     whole = content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0})
     whole[stage, 0] += longer
-    found, place = split(whole, held), held.names.index(name)
+    found, place = costs_of(whole, held), held.names.index(name)
     assert found.parts[place].tolist() == [0.0, 0.0]
     assert found.of(held.pieces) == pytest.approx(whole)
-    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    drawn = costs_of(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
     assert {tuple(part) for part in drawn.parts[:, place].round(3)} == {(0.0, 0.0), longer}
     assert drawn.of(held.pieces) == pytest.approx(np.stack([whole] * DRAWS))
 
@@ -70,7 +70,7 @@ def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> N
     pieces = parse_layout("Et*4|t*4|t*4|t*4|t*3L", 5)
     held = Model(pieces, ("dense",) * 6 + ("moe",) * 13, 5)
     costs = {"dense": 4.0, "moe": 7.0, "embedding": 1.0, "loss": 5.0}
-    found = fitted(split(content(held, costs), held))
+    found = fitted(costs_of(content(held, costs), held))
     assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs, rel=0.15)
 
 
@@ -86,7 +86,7 @@ def test_a_hybrid_model_has_its_layout_in_its_pattern() -> None:
 
 def test_a_slow_stage_is_slow_for_every_layer_that_it_is_given() -> None:
     held = dense("Et*4|t*4|t*4|t*4L", 4)
-    costs = split(content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0}, {1: 1.3}), held)
+    costs = costs_of(content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0}, {1: 1.3}), held)
     moved = costs.of(parse_layout("Et*5|t*2|t*5|t*4L", 4))
     assert moved[:, 0, 0].tolist() == pytest.approx([25.0, 13.0, 25.0, 20.0])
 
@@ -97,7 +97,7 @@ def test_on_two_stages_a_loss_may_as_well_be_a_slow_rank(slow: dict[int, float])
     held = dense("Et*6|t*2L", 2)
     loss = 0.0 if slow else 8.0
     whole = content(held, {"dense": 10.0, "embedding": 0.0, "loss": loss}, slow)
-    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    drawn = costs_of(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
     moved = parse_layout("Et*4|t*4L", 2)
     truth = content(replace(held, pieces=moved), {"dense": 10.0, "embedding": 0.0, "loss": loss}, slow)
     last = drawn.of(moved)[:, 1, 0, 0]
@@ -109,13 +109,13 @@ def test_on_two_stages_a_loss_may_as_well_be_a_slow_rank(slow: dict[int, float])
 def test_ranges_of_embedding_and_output_layer_settle_it() -> None:
     held = dense("Et*6|t*2L", 2, embedding=(1.0, 2.0), loss=(4.2, 8.4))
     whole = content(held, {"dense": 10.0, "embedding": 1.0, "loss": 3.0}, {1: 1.4})
-    found, moved = split(whole, held), parse_layout("Et*4|t*4L", 2)
+    found, moved = costs_of(whole, held), parse_layout("Et*4|t*4L", 2)
     assert dict(zip(held.names, found.parts[:, 0], strict=True)) == pytest.approx(
         {"dense": 10.0, "embedding": 1.0, "loss": 3.0}
     )
     assert found.of_stage[:, 0].tolist() == pytest.approx([1.0, 1.4])
     # Up to 1 ms of both ends may be in every pass, and so in all of another number of chunks.
-    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    drawn = costs_of(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
     assert drawn.of(moved)[:, :, 0, 0] == pytest.approx(np.stack([found.of(moved)[:, 0, 0]] * DRAWS), rel=0.02)
     longer = drawn.of(parse_layout("Et*3|t*3|t|tL", 2))[:, :, :, 0].sum(axis=-1)
     assert np.ptp(longer, axis=0) == pytest.approx([1.0, 1.0], rel=0.1)
@@ -125,7 +125,7 @@ def test_what_a_pass_without_ends_takes_beside_its_layers_is_in_every_pass() -> 
     measured = {"dense": (10.0, 20.0), "embedding": (3.0, 6.0), "loss": (7.0, 14.0), "beside": (2.0, 4.0)}
     held = dense("Et*4|t*2|t*2|tL", 4, **measured)
     whole = content(held, {"dense": 10.0, "embedding": 1.0, "loss": 5.0}) + np.array([2.0, 4.0])
-    found = split(whole, held)
+    found = costs_of(whole, held)
     assert found.parts[:, 0].tolist() == pytest.approx([10.0, 1.0, 5.0])
     assert found.of(parse_layout("Et*2|t|t|t|t|t|t|tL", 4))[:, :, 0].tolist() == pytest.approx(
         np.array([[23.0, 12.0], [12.0, 12.0], [12.0, 12.0], [12.0, 17.0]])

@@ -1,4 +1,4 @@
-"""Makes the sentences of a report and of `megaprof hang` from their data, for every output."""
+"""Says what was measured, in which steps a run stood still, what became slower, and who keeps a hanging job waiting."""
 
 from __future__ import annotations
 
