@@ -96,6 +96,9 @@ dist.monitored_barrier()
 objects = [{"seed": 7}] if sys.argv[1] == "0" else [None]
 dist.broadcast_object_list(objects, src=0)
 assert objects == [{"seed": 7}]
+objects = [3 if sys.argv[1] == "0" else None]
+dist.broadcast_object_list(objects, 0, dist.new_group([0, 1], backend="gloo"))
+assert objects == [3]
 gathered = [None, None]
 dist.all_gather_object(gathered, "one")
 assert gathered == ["one"] * 2
