@@ -90,7 +90,11 @@ def _compare(
     labels = {each.name.label for each in trace.ranges}
     named = parse_artifact_name(trace.path.name)
     (outer,) = (each.name.fields for each in trace.ranges if each.name.label == "train_actor")
-    places = {"metadata": vars(call.metadata.coords), "file's name": vars(named.place) if named else {}, "range": outer}
+    places = {
+        "metadata": vars(call.metadata.coords),
+        "file's name": vars(named.coords) if named else {},
+        "range": outer,
+    }
     for where, coords in places.items():
         spelled = " ".join(f"{axis}{coords.get(axis)}" for axis in ("tp", "cp", "ep", "dp", "pp"))
         found.expect(f"{name}: coordinates in the {where}", spelled, job.coords)
