@@ -1,8 +1,8 @@
 """The contract that all hosts share: each `Hook` says what megaprof cannot see for itself in a framework.
 
 Each file that is named after a host ends with its ``HOOKS``; `megaprof.autoload.HOSTS` names them. Nothing of a host
-is imported, and nothing of it is changed except that the functions in its ``HOOKS`` are wrapped in place: megaprof
-reads the arguments of their calls.
+is imported. The functions in its ``HOOKS`` are wrapped in place: megaprof reads the arguments of their calls, and some
+hooks write a step's number into a batch, for the workers that get it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """True while the hooks work: profiling is on, this rank is selected, and nothing was removed or failed."""
+        """True while the hooks work: they were installed on this rank, and nothing was removed or failed."""
         session = self._session
         return session is not None and not session.removed.is_set() and session.off is None
 
@@ -96,10 +96,10 @@ def install_hooks(
     """Hooks Megatron's schedules for ``model`` and returns a handle that removes the hooks.
 
     Call it after ``initialize_model_parallel`` and before the training loop asks for ``get_forward_backward_func()``
-    (Megatron-LM asks once). With profiling off, or on a rank that is not selected, nothing is wrapped and the handle
-    does nothing. Installing the same model, or a part of it, again with the same configuration returns the first
-    handle, unless Megatron has given this process another place since (an in-process restart); then the first handle is
-    removed.
+    (Megatron-LM asks once). With profiling off, or on a rank that neither captures, keeps a timeline nor answers
+    requests, nothing is wrapped and the handle does nothing. Installing the same model, or a part of it, again with the
+    same configuration returns the first handle, unless Megatron has given this process another place since (an
+    in-process restart); then the first handle is removed.
 
     Args:
         model: A module, the list of model chunks, or None for any model that no other handle owns.
@@ -189,8 +189,8 @@ def start(
     ``pipeline=False`` is for a trainer without Megatron's schedule: it captures the batches of the host's own engine,
     if megaprof knows it (verl's engines without Megatron, and SkyRL's FSDP workers).
 
-    Returns True if this process records anything. A second start before a stop changes nothing. Raises ValueError for a
-    configuration that cannot be honoured.
+    Returns True if the hooks work in this process. A second start before a stop changes nothing. Raises ValueError for
+    a configuration that cannot be honoured.
     """
     if process.started is None:
         process.step = first

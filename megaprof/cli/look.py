@@ -244,7 +244,7 @@ def _by_step(job: RunningJob, rank: int, target: str, figure: Literal["passes_us
 
 
 def verdict(view: View) -> str | None:
-    """Returns a sentence about what is wrong with the whole job; None if nothing is, or if single ranks are silent."""
+    """Returns what is wrong with the job, in sentences; None if nothing is. Silent ranks are said elsewhere."""
     blame = view.blame
     if view.state == "ended":
         return None

@@ -78,7 +78,7 @@ class StatusAnswer:
     stuck: tuple[int, ...]
     """Ranks that have not moved for a long time."""
     culprits: tuple[WaitedFor, ...]
-    """Ranks that the job waits for, starting with the one that keeps the most others waiting."""
+    """Ranks that the job waits for: the silent ones first, then those that most others wait for."""
     collectives: Hang | None
     """Collectives that the job waits in; None if it runs, or if its ranks have not written them."""
     standstills: tuple[Standstill, ...]
@@ -86,7 +86,7 @@ class StatusAnswer:
     slow: SlowRanks | None
     """Ranks that are slower than their peers; None if there are none."""
     waits: dict[int, float]
-    """Fraction of the time for which each rank waits for a processor core, the longest first."""
+    """Fraction of the time for which a rank waits for a processor core, longest first, if it is more than a tenth."""
     host_bound: HostBound | None
     """Stages whose GPUs wait for their host in most passes; None if there are none."""
     status: tuple[RankNow, ...]

@@ -67,7 +67,7 @@ class StageFigures:
     step: int | None
     """Last step of any of them."""
     step_ms: float | None
-    """Duration of a step in milliseconds: median of its ranks."""
+    """Duration of a step in milliseconds (see `Summary`): median of its ranks."""
     compute_ms: float | None
     """Compute per step in milliseconds: median of its ranks, without slow ones."""
     gradients_ms: float | None
@@ -93,7 +93,8 @@ class Summary:
     stages: tuple[StageFigures, ...]
     """Stages with at least one known rank, in order."""
     step_ms: float | None
-    """Duration of a step in milliseconds: that of the stage that takes longest."""
+    """Duration of a step in milliseconds: that of the stage that takes longest. Without any timeline, the time from one
+    step to the next."""
     imbalance: float | None
     """Compute of the slowest stage / mean of all stages."""
     slowest_stage: int | None
@@ -138,11 +139,14 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     known_ms = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
     mean = statistics.fmean(known_ms.values()) if len(known_ms) == run.sizes.pp and any(known_ms.values()) else None
-    stages = tuple(_figures(pp, by_stage[pp], usual[pp], compute[pp], mean) for pp in by_stage)
     everyone = [status for members in by_stage.values() for status in members]
+    # Where some ranks keep a timeline, the others know only the time from one step to the next, which is longer.
+    clocks = [status for status in everyone if status.recent is not None] or everyone
+    steps_ms = {pp: _median(status.step_ms for status in clocks if status.coords["pp"] == pp) for pp in by_stage}
+    stages = tuple(_figures(pp, by_stage[pp], usual[pp], compute[pp], mean, steps_ms[pp]) for pp in by_stage)
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
     undisturbed = None if slowest is None else _median(map(_undisturbed_ms, usual[slowest]))
-    step_ms = longest_stage((status.coords["pp"], status.step_ms) for status in everyone)
+    step_ms = max(filter(None, steps_ms.values()), default=None)
     busy = [s.compute_ms + s.gradients_ms for s in stages if s.compute_ms is not None and s.gradients_ms is not None]
     # Medians of the parts of steps may come to more than the median of the steps.
     idle = [max(0.0, 1 - busy_ms / step_ms) for busy_ms in busy] if step_ms else []
@@ -163,7 +167,12 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
 
 
 def _figures(
-    pp: int, members: Sequence[RankStatus], usual: Sequence[RankStatus], compute: float | None, mean: float | None
+    pp: int,
+    members: Sequence[RankStatus],
+    usual: Sequence[RankStatus],
+    compute: float | None,
+    mean: float | None,
+    step_ms: float | None,
 ) -> StageFigures:
     timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
@@ -172,7 +181,7 @@ def _figures(
         pp=pp,
         ranks=len(members),
         step=max((step for status in members if (step := status.last_step) is not None), default=None),
-        step_ms=_median(status.step_ms for status in members),
+        step_ms=step_ms,
         compute_ms=compute,
         gradients_ms=_median(status.recent.finalize_ms for status in usual if status.recent is not None),
         imbalance=None if compute is None or mean is None else compute / mean,

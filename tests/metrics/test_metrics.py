@@ -255,6 +255,17 @@ def test_a_step_is_as_long_as_its_longest_stage_and_the_bubble_is_of_that() -> N
     assert found.bubble_fraction == pytest.approx(((1 - 0.5) + (1 - 0.4)) / 2)
 
 
+def test_where_some_ranks_keep_a_timeline_it_says_how_long_a_step_is() -> None:
+    """The others know only how long it is from one step to the next: 100 ms of 200 ms here."""
+    between = status(1, None)
+    slower = replace(between, calls=tuple(replace(call, seconds=0.2) for call in between.calls))
+    others = [replace(slower, rank=rank, coords=status(rank, None).coords) for rank in (1, 3)]
+    found = summarise(RUN, [status(0, 40.0), status(2, 60.0), *others])
+    assert (found.step_ms, [stage.step_ms for stage in found.stages]) == (100.0, [100.0, 100.0])
+    assert found.bubble_fraction == pytest.approx(((1 - 0.5) + (1 - 0.7)) / 2)
+    assert summarise(RUN, others).step_ms == pytest.approx(200.0)
+
+
 def test_stages_whose_gpus_wait_for_their_host_in_most_passes() -> None:
     def waiting(rank: int, share: float | None) -> RankStatus:
         recent = status(rank, 40.0).recent
