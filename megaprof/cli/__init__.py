@@ -1,5 +1,5 @@
-"""The command ``megaprof``, and what its subcommands share. Each of these is a module, here or in the folder of an
-extra, and imported only if used.
+"""The command ``megaprof``, and what its subcommands share. Each of these is a module, here or in a folder of its
+own, and imported only if used.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
 ``run(arguments) -> exit code``. It raises `Unanswerable` if its input is not sufficient.

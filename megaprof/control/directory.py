@@ -50,7 +50,7 @@ OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
 
 class Unsafe(Exception):
-    """Another user could plant or change files there; the message says where and why."""
+    """Another user could plant or change files there, or it is closed to this one; the message says where and why."""
 
 
 class ControlDirectory:

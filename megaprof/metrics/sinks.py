@@ -1,6 +1,6 @@
-"""One rank's look at all others now and then, for the scalars.
+"""Hands the figures of a job to writers of the host and to OpenTelemetry, from the first rank and the last one.
 
-Their sinks are writers of the host and an OpenTelemetry meter provider. megaprof sets none of them up: there are those
+The sinks are writers of the host and an OpenTelemetry meter provider. megaprof sets none of them up: there are those
 that the host has. Each takes a summary, on the background thread. A model with a role has names and attributes of its
 own, since a process may hold several models.
 """
