@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -336,8 +337,9 @@ class Session:
         recorders = self.recorders if demand is None else demand.recorders
         process.window = opened = OpenWindow(self, window, step, demand, recorders)
         process.thread = threading.get_ident()
-        if not hasattr(_this_thread, "end"):
-            _this_thread.end = _ThreadEnd()
+        if not hasattr(_this_thread, "lives"):
+            _this_thread.lives = threading.Event()
+            weakref.finalize(_this_thread.lives, _thread_ends).atexit = False
         try:
             opened.guard.start(*self._memory_limit, partial(process.memory_ran_out, self))
             for recorder in reversed(opened.recorders):
@@ -425,18 +427,16 @@ class Session:
             process.window, process.disturbed = None, True
 
 
-_this_thread = threading.local()
+_this_thread = threading.local()  # Python frees what is local to a thread on that thread, when it ends
 
 
-class _ThreadEnd:
-    """Closes an open window when the thread that opened it ends. Python frees what is local to a thread on that thread.
-    Kineto cannot stop on another one: what it returns there is empty, and exporting it crashes the process (2.13)."""
-
-    def __del__(self) -> None:
-        if process.window is not None and not process.elsewhere:
-            for session in process.sessions.copy():
-                session.end_window("the thread that opened it has ended")
-            process.dispatcher.settle()
+def _thread_ends() -> None:
+    """Closes an open window when the thread that opened it ends. Kineto cannot stop on another one: what it returns
+    there is empty, and exporting it crashes the process (torch 2.13)."""
+    if process.window is not None and not process.elsewhere:
+        for session in process.sessions.copy():
+            session.end_window("the thread that opened it has ended")
+        process.dispatcher.settle()
 
 
 def follows_at_once(between: int, took: int) -> bool:
