@@ -126,8 +126,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "peers, even while something computed; other exchanges count as compute"
     ),
     "replicas_missing": lambda n: (
-        f"{n.count} of {n.of} data-parallel replicas {'was' if n.count == 1 else 'were'} captured: the tables do not "
-        "show exposed dp, also that behind all passes, because it contains waiting for the others"
+        f"the tables know {n.count} of {n.of} data-parallel replicas: they do not show exposed dp, also that behind "
+        "all passes, because it contains waiting for the others"
     ),
     "dump_unreadable": lambda n: (
         f"the file of {ranks(n.ranks)} cannot be read ({' '.join((*n.files, n.said))}), so nothing is known of it"
@@ -151,8 +151,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"{n.said}"
     ),
     "stages_missing": lambda n: (
-        f"{n.count} of {n.of} stages captured, without {stages(n.stages)}: times between stages cover only the "
-        "captured ones; --profile-select per-stage captures one rank of every stage"
+        f"{n.count} of {n.of} stages captured of one pipeline, without {stages(n.stages)}: times between stages cover "
+        "only the captured ones; --profile-select per-stage captures one rank of every stage"
     ),
     "microbatches_differ": (
         "steps or replicas have different numbers of microbatches: those with the number that most of them have count"

@@ -327,16 +327,19 @@ def tables(
 def completed(recorded: Table, traced: Table) -> Table | None:
     """Returns the table of a timeline with what a trace shows about passes. How long they take is a matter of steps
     without a profiler, and so of the timeline; what they consist of is a matter of the trace. Returns None if the two
-    do not show the same passes, or one of them not as the GPU ran them.
+    do not show the same passes, or one of them not as the GPU ran them. From traces that lack a stage nothing is taken.
 
     On a GPU, kernels take as long under a profiler as without it. So compute and transfers are taken over in
     milliseconds, and what is left of the timeline's pass is waiting: for peers, as far as their arrivals show it, and
     else for the host. On a CPU, the profiler makes compute longer, so transfers are taken over, and shares of peers.
     """
     on_gpu = "host_bound" in traced.spent
-    whole = all(metadata is not None for metadata in (*recorded.metadata, *traced.metadata))
-    if recorded.schedule != traced.schedule or recorded.device != on_gpu or not whole:
+    if recorded.schedule != traced.schedule or recorded.device != on_gpu or None in recorded.metadata:
         return None
+    if None in traced.metadata:
+        said = "their traces are not of every stage; --profile-select per-stage captures one rank of each"
+        unused = Note("left_out", steps=tuple(dict.fromkeys(traced.steps.tolist())), said=said)
+        return replace(recorded, warnings=(*recorded.warnings, unused))
     passes, peers = recorded.passes, recorded.working.shape[3]
     usual = [np.maximum(ms, 1e-9)[..., None] for ms in (passes.mean(axis=(0, 5)), np.median(passes, axis=(0, 5)))]
     replicas = [np.flatnonzero(traced.ranks[:, 0, 0] == rank) for rank in recorded.ranks[:, 0, 0]]

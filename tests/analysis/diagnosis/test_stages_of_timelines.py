@@ -213,6 +213,18 @@ def test_timelines_give_the_times_where_there_are_both(tmp_path: Path) -> None:
     assert (len(report.traces), len(report.timelines)) == (2, 2)
 
 
+def test_a_trace_of_one_rank_takes_nothing_from_timelines_of_all(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes(pp=2))
+    for name in ("alone", "both"):
+        write_timelines(tmp_path / name, layout, steps=40, microbatches=4, forward_ms=[10.0, 20.0])
+    pipeline(tmp_path / "both", [4, 4])
+    next((tmp_path / "both").glob("*.pp1-*.json.gz")).unlink()
+    (alone,), (target,) = analyze(tmp_path / "alone").targets, analyze(tmp_path / "both").targets
+    assert alone.causes
+    assert (target.causes, target.what_if, target.stages) == (alone.causes, alone.what_if, alone.stages)
+    assert [*kinds(target.warnings)] == [*kinds(alone.warnings), "left_out"]
+
+
 def test_a_step_that_ran_again_counts_as_it_ran_last(tmp_path: Path) -> None:
     write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0)
     later = 2 * 10**18
