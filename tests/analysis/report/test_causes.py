@@ -122,6 +122,19 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (9_200.0, 9_900.0, "9200 and 9900 ms"),
+        (9_200.0, 12_300.0, "9200 ms and 12.3 s"),
+        (1e4, 2e4, "10.0 s and 20.0 s"),
+    ],
+)
+def test_both_ends_of_a_price_have_the_unit_that_is_said(low: float, high: float, said: str) -> None:
+    of_long_steps = replace(diagnosis(cause("stalls", price=Interval(9_600.0, low, high))), step_ms=60_000.0)
+    assert f"between {said}." in causes.findings(MEASURED, of_long_steps, None)[0].text
+
+
+@pytest.mark.parametrize(
     ("host", "about", "command"),
     [
         ("megatron-lm", {"ranks": (5,)}, "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"),

@@ -125,7 +125,9 @@ def price(cause: Cause, above: tuple[Cause, ...], diagnosis: Diagnosis, costs: s
         return f"{text} ({percent(ms / whole)} of the step)"
     average = "" if cause.share == 1.0 else " a step on average"
     text += f"{average} ({percent(ms / whole)} of the step)"
-    text += f", between {number(at.low)} and {milliseconds(at.high)}" * (number(at.low) != number(at.high))
+    low, high = number(at.low), milliseconds(at.high)
+    if low != number(at.high):
+        text += f", between {low if high.endswith('ms') else milliseconds(at.low)} and {high}"
     if cause.share == 1.0 or not costs_only_there(cause):
         return text
     when = "these steps" if round(cause.share * cause.steps) > 1 else "that step"
