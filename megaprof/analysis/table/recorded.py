@@ -131,13 +131,13 @@ def _table(key: Key, series: Series, reading: FleetReading, changes: Sequence[in
         notes.append(msgspec.structs.replace(in_compute, names=tuple(hidden_axes)))
     if shown_axes := [axis for axis in INSIDE if axis in table.spent]:
         notes.append(Note("groups_with_waiting", names=tuple(shown_axes)))
-    table = replace(table, warnings=tuple(notes))
+    table = replace(table, warnings=tuple(notes), captured=table.captured * len({rank.coords.dp for rank in items[0]}))
     if len(chosen_replicas) == len(replicas):
         return table
     # The reduction may have waited for a replica that is not in the table, so only its shortest time is certain.
     reduction = np.minimum(table.reduction, table.reduction.min())
     length = table.length - table.reduction + reduction
-    return replace(table, reduction=reduction, length=length, captured=len(replicas))
+    return replace(table, reduction=reduction, length=length, captured=len({rank.coords.dp for rank in series.ranks}))
 
 
 def _replicas(ranks: Sequence[RankRow]) -> list[list[list[RankRow]]]:

@@ -111,7 +111,7 @@ class Table:
     """[step that a profiler recorded]: as ``length``, which is the same if all times are from these steps. A profiler
     makes steps longer. Empty if all recorded steps ran without one."""
     captured: int
-    """Number of replicas that were captured. The table of a large job holds only some of them."""
+    """Number of data-parallel ranks that were captured. The table of a large job holds only some of them."""
     clocks: bool
     """True if all stages are on one clock. Otherwise there are no entries and no links."""
     aligned_ms: float | None = None

@@ -156,7 +156,7 @@ def tabulate(
         reduction=(step_end - last_pass_end),
         length=step_end,
         profiled_length=np.empty(0),
-        captured=shape[0],
+        captured=len({rank.metadata.coords.dp for rank in table_ranks}),
         clocks=clocks,
         aligned_ms=aligned_ms,
         device=device,

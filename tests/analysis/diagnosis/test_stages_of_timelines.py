@@ -304,9 +304,12 @@ def test_a_pipeline_without_slow_ranks_is_shown_even_if_more_of_its_ranks_have_o
     assert [each.ranks for each in found.slow_ranks] == [(slow,)]
 
 
+@pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("captured", [1, 2])
-def test_where_a_replica_was_not_captured_waiting_for_it_is_not_told_apart(captured: int, tmp_path: Path) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=2)), steps=8, microbatches=8, noise=0.0)
+def test_where_a_replica_was_not_captured_waiting_for_it_is_not_told_apart(
+    captured: int, ep: int, tmp_path: Path
+) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=2, ep=ep)), steps=8, microbatches=8, noise=0.0)
     for path in tmp_path.rglob("*-dp1.*") if captured == 1 else ():
         path.unlink()
     (table,) = tables_in(tmp_path).values()
@@ -334,10 +337,11 @@ def test_a_reduction_that_may_wait_for_a_replica_that_was_not_captured_is_only_a
     assert possible.more_steps == 0
 
 
+@pytest.mark.parametrize("ep", [1, 2])
 def test_replicas_of_a_large_job_that_are_not_in_its_table_were_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=4)), steps=20, microbatches=8)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=4, dp=4 * ep, ep=ep)), steps=20, microbatches=8)
     monkeypatch.setattr("megaprof.analysis.table.recorded._MOST_PASSES", 16 * 4 * 16 * 2)
     (table,) = tables_in(tmp_path).values()
     assert isinstance(table, Table)
