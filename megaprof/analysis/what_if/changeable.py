@@ -240,9 +240,9 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
     chunks = whole("chunks", choices.get("chunks"), chunks_before)
     if not 1 <= chunks <= _MOST_CHUNKS:
         raise ValueError(f"chunks={chunks} must lie between 1 and {_MOST_CHUNKS}")
-    packing = choices.get("packing", "").strip() or None
-    if packing is not None and packing not in PLANS:
-        raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
+    for name, known in (("packing", tuple(PLANS)), ("tokens", ("same", "more"))):
+        if (choice := choices.get(name, "").strip()) and choice not in known:
+            raise ValueError(f"{name}={choice[:20]!r} is none of {', '.join(known)}")
     pieces = _pieces(run, choices.get("layout", "").strip())
     # A typed layout may have another number of chunks. If the number itself was changed, the layout is split anew.
     if chunks * run.stages != len(pieces) and choices.get("chunks"):
@@ -254,8 +254,8 @@ def chosen(run: Changeable, choices: Mapping[str, str]) -> Tried:
         pieces,
         whole("microbatches", choices.get("microbatches"), captured.microbatches),
         _milliseconds(choices.get("p2p"), run.baseline.view.p2p_ms),
-        choices.get("tokens", "same") != "more",
-        packing,
+        choices.get("tokens", "").strip() != "more",
+        choices.get("packing", "").strip() or None,
     )
     return tried(run, wanted)
 

@@ -148,6 +148,12 @@ def test_another_number_of_chunks_is_named_with_the_captured_one(tmp_path: Path)
     assert "per stage" not in other
 
 
+@pytest.mark.parametrize("choices", [{"tokens": "2", "microbatches": "16"}, {"packing": "even"}])
+def test_a_choice_that_does_not_exist_is_refused(known: Changeable, choices: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="is none of"):
+        chosen(known, choices)
+
+
 def test_a_layout_and_another_number_of_chunks_contradict_each_other(known: Changeable) -> None:
     with pytest.raises(ValueError, match="chunks=2 needs a layout of 8 pieces, not of 4"):
         chosen(known, {"layout": "4,4,4,4", "chunks": "2"})
