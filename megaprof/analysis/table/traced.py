@@ -311,16 +311,13 @@ def tables(
     together. ``jobs``: those with traces; ``fleets``: the survey of the timelines."""
     by_key = tables_of_timelines(reading, fleets, workers)
     for job in jobs:
-        from_timelines = by_key.get(job.key)
-        from_traces: Table | Unfit
+        recorded = by_key.get(job.key)
         try:
-            from_traces = table_of(job)
+            traced = table_of(job)
+            by_key[job.key] = (completed(recorded, traced) if isinstance(recorded, Table) else None) or traced
         except Unfit as fault:
-            from_traces = fault
-        if isinstance(from_timelines, Table) and isinstance(from_traces, Table):
-            by_key[job.key] = completed(from_timelines, from_traces) or from_traces
-        elif not isinstance(from_timelines, Table):
-            by_key[job.key] = from_traces
+            if not isinstance(recorded, Table):
+                by_key[job.key] = fault
     return by_key
 
 
@@ -337,7 +334,7 @@ def completed(recorded: Table, traced: Table) -> Table | None:
     if recorded.schedule != traced.schedule or recorded.device != on_gpu or None in recorded.metadata:
         return None
     if None in traced.metadata:
-        said = "their traces are not of every stage; --profile-select per-stage captures one rank of each"
+        said = "only some stages were captured; --profile-select per-stage captures one rank of each"
         unused = Note("left_out", steps=tuple(dict.fromkeys(traced.steps.tolist())), said=said)
         return replace(recorded, warnings=(*recorded.warnings, unused))
     passes, peers = recorded.passes, recorded.working.shape[3]

@@ -14,7 +14,7 @@ from megaprof.analysis.report.text.evidence import costs_only_there, evidence, n
 from megaprof.analysis.report.text.sentences import Finding, step_of, trigger, unmoved
 from megaprof.analysis.samples import mean_of
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.analysis.words import capital, counted, milliseconds, number, percent, steps
+from megaprof.analysis.words import capital, counted, milliseconds, percent, steps
 from megaprof.formats.job import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import join_spans, spans_of
@@ -120,14 +120,12 @@ def price(cause: Cause, above: tuple[Cause, ...], diagnosis: Diagnosis, costs: s
     microbatches."""
     (up_to, ms), whole, at = _shown(cause, diagnosis), diagnosis.step_ms, cause.price
     fixed = "with the causes above fixed, " * any(other.kind != "few_microbatches" for other in above)
-    text = f"{fixed}this {costs} {up_to}{milliseconds(ms)}"
+    average = " a step on average" * (not up_to and cause.share < 1.0)
+    text = f"{fixed}this {costs} {up_to}{milliseconds(ms)}{average} ({percent(ms / whole)} of the step)"
     if up_to:
-        return f"{text} ({percent(ms / whole)} of the step)"
-    average = "" if cause.share == 1.0 else " a step on average"
-    text += f"{average} ({percent(ms / whole)} of the step)"
-    low, high = number(at.low), milliseconds(at.high)
-    if low != number(at.high):
-        text += f", between {low if high.endswith('ms') else milliseconds(at.low)} and {high}"
+        return text
+    low, high = milliseconds(at.low), milliseconds(at.high)
+    text += f", between {low.removesuffix(' ms') if high.endswith(' ms') else low} and {high}" * (low != high)
     if cause.share == 1.0 or not costs_only_there(cause):
         return text
     when = "these steps" if round(cause.share * cause.steps) > 1 else "that step"
