@@ -73,7 +73,7 @@ class ThisRank:
         ranks = sorted({rank for selection in known for rank in selection}) if len(known) == len(selections) else None
         local = local_ranks()
         first = coords.rank - coords.rank % local
-        others = set(range(first, first + local)) - {coords.rank}
+        others = set(range(first, min(first + local, coords.sizes.world))) - {coords.rank}
         here = cls(
             coords=coords,
             layout=layout,

@@ -184,6 +184,7 @@ def test_a_bound_is_reported_once(
         ("8", "0", {}, 0),
         ("8", "0,2,5,8", {}, 2),
         ("8", "0", {"on_demand": True}, 7),
+        ("9" * 23, "0", {"on_demand": True}, 15),  # a launcher's mistake: the job has 16 ranks
         ("", "0,1", {}, 0),
     ],
 )
