@@ -120,8 +120,8 @@ def in_a_line(fault: Exception) -> str | None:
         text = str(fault)
     elif isinstance(fault, Unreachable):
         text = f"the files cannot be reached: {fault}"
-    elif isinstance(fault, OSError) and fault.filename is not None:
-        text = f"{fault.filename} cannot be read: {fault.strerror}"
+    elif isinstance(fault, FileNotFoundError) or (isinstance(fault, OSError) and fault.filename is not None):
+        text = f"{fault.filename or 'the working directory'} cannot be read: {fault.strerror}"  # os.getcwd names none
     elif isinstance(fault, ImportError) and (package := (fault.name or "").partition(".")[0]) in _EXTRAS:
         is_there = sys.modules.get(package) is not None  # in a version that lacks a part
         text = f"needs {'a later ' * is_there}{package}: pip install 'megaprof[{_EXTRAS[package]}]'"

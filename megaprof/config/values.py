@@ -194,18 +194,21 @@ def directory(name: str, value: Any) -> str:
     stays as it is. No shell replaces the ``~`` of a configuration file or of ``--profile-dir=~/traces``.
 
     Raises ValueError for a relative path in a Ray worker, which was not started in the directory where the user typed
-    it.
+    it, or if the working directory was removed.
     """
     path = os.path.expanduser(text(name, value))
     if is_remote(path):
         return path
     worker = getattr(sys.modules.get("ray._private.worker"), "global_worker", None)
-    if worker is not None and worker.mode == 1 and not os.path.isabs(path):  # ray.WORKER_MODE
-        raise ValueError(
-            f"{name}: {path!r} is not valid in a worker of Ray's, which has its own working directory; valid: "
-            "an absolute path, or the URI of a remote directory"
-        )
-    return os.path.abspath(path)
+    try:
+        if worker is None or worker.mode != 1 or os.path.isabs(path):  # ray.WORKER_MODE
+            return os.path.abspath(path)
+        where = "in a worker of Ray's, which has its own working directory"
+    except OSError:
+        where = "where the working directory no longer exists"
+    raise ValueError(
+        f"{name}: {path!r} is not valid {where}; valid: an absolute path, or the URI of a remote directory"
+    )
 
 
 def boolean(name: str, value: Any) -> bool:

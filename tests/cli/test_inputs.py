@@ -152,3 +152,12 @@ def test_a_path_that_the_file_system_refuses_is_said_in_a_line(
     path = tmp_path / ("x" * 300)
     assert main([each.format(path) for each in command]) == 1
     assert capsys.readouterr().err == f"megaprof {command[0]}: {path} cannot be read: File name too long\n"
+
+
+def test_a_working_directory_that_is_gone_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert main(["tune", "--", "true"]) == 1
+    assert capsys.readouterr().err == "megaprof tune: the working directory cannot be read: No such file or directory\n"
