@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from megaprof.config.options import ALIASES, SCHEDULE, SWITCHES, ProfileConfig, destination, flag, options, variable
+from megaprof.config.options import NAMES, SCHEDULE, SWITCHES, ProfileConfig, destination, flag, options, variable
 from megaprof.config.values import TARGETS
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
@@ -31,7 +31,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
     """
     host_options = parser._option_string_actions
     # By attribute, because ``--profile_dir`` and ``--profile-dir`` have one attribute.
-    ours = map(destination, (*(option.name for option in options()), *ALIASES))
+    ours = map(destination, NAMES)
     shared_names = {action.dest for action in parser._actions} & {*ours, _HOST_RANKS, _HOST_START, _HOST_END}
     group = parser.add_argument_group(
         "megaprof", "pipeline-stage profiling; every option is also an environment variable, MEGAPROF_<OPTION>"
@@ -53,7 +53,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
         else:
             keywords |= {"metavar": option.name.upper()}
         group.add_argument(flag(option.name), **keywords)
-    for alias in ALIASES:
+    for alias in (*SWITCHES, *SCHEDULE):
         if flag(alias) not in host_options:
             name, value = SWITCHES.get(alias, ("schedule", ""))
             stands = f"the same as {flag(name)} {value}" if value else f"a part of {flag(name)}"
@@ -71,9 +71,7 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     """
     env = os.environ if env is None else env
     defaults: Mapping[str, Any] = getattr(args, _HOST_DEFAULTS, _MEGATRON_DEFAULTS)
-    typed_values = {
-        name: _typed(args, defaults, destination(name)) for name in (*(option.name for option in options()), *ALIASES)
-    }
+    typed_values = {name: _typed(args, defaults, destination(name)) for name in NAMES}
     values = {name: value for name, value in typed_values.items() if value is not None and value is not False}
     megaprof_names = {name for name in values if destination(name) not in defaults}
     names = _honour_host(values, args, defaults, env)

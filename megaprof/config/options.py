@@ -44,9 +44,10 @@ ALIASES = (*SWITCHES, *SCHEDULE)
 BY_SCHEDULE = "schedule"
 #: Options of the timeline alone.
 TIMELINE_ONLY = ("timeline_select", "timeline_megabytes", "collectives")
-#: Options that only the torch profiler has, and the options that it ignores without CPU activity.
+#: Options that only the torch profiler has, those that others have too, and those that it ignores without CPU activity.
 TORCH_ONLY = ("activities", "record_shapes", "with_flops", "export", "kernels")
-NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops")
+OF_OTHERS_TOO = ("profile_memory", "with_stack")
+NEED_CPU = ("record_shapes", "with_flops", *OF_OTHERS_TOO)
 
 
 def _option(default: Any, help: str, read: Callable[[str, Any], Any]) -> Any:
@@ -268,7 +269,7 @@ class ProfileConfig:
     def _check(self) -> None:
         named = self.named
         if self.dir is None:
-            raise ValueError(f"{flag('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
+            raise ValueError(f"{named('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
         if is_remote(self.dir):
             check_remote(named("dir"), self.dir)
         for role in (None, *self.roles):
@@ -291,7 +292,9 @@ class ProfileConfig:
     def _check_tools(self) -> None:
         named = self.named
         tools = f"{named('tool')} {' '.join(self.tool)}"
-        for tool, names in ((TIMELINE, TIMELINE_ONLY), ("torch", TORCH_ONLY)):
+        # Nsight Systems records memory and stacks, too, and a tool of somebody else's may.
+        torch_only = TORCH_ONLY + OF_OTHERS_TOO * ({"memory", TIMELINE} >= {*self.tool})
+        for tool, names in ((TIMELINE, TIMELINE_ONLY), ("torch", torch_only)):
             for name in names:
                 if tool not in self.tool and getattr(self, name) != getattr(ProfileConfig, name):
                     raise ValueError(f"{named(name)} has no effect with {tools}: add {tool}, or drop {named(name)}")
@@ -352,6 +355,8 @@ class ProfileConfig:
         ``names`` has the user's spelling of those ``flags`` that are not really flags, for messages. Raises ValueError.
         """
         names = names or {}
+        for name in flags.keys() - set(NAMES):
+            raise ValueError(f"{name}: unknown option of megaprof; known: {', '.join(NAMES)}")
         set_by_env = set_in(os.environ if env is None else env)
         schedule = str(set_by_env.get("schedule", ProfileConfig.schedule))
         set_by_flags = _without_aliases(flags, lambda name: names.get(name, flag(name)), schedule)
@@ -407,9 +412,12 @@ def options() -> tuple[Field[Any], ...]:
     return tuple(option for option in fields(ProfileConfig) if option.metadata)
 
 
+NAMES = (*(option.name for option in options()), *ALIASES)
+
+
 def set_in(env: Mapping[str, str]) -> dict[str, Any]:
     """Returns the options that ``env`` sets, by name, with their values as text. Raises ValueError."""
-    names = {variable(name): name for name in (*(option.name for option in options()), *ALIASES)}
+    names = {variable(name): name for name in NAMES}
     for name in env:
         if name.startswith(ENV_PREFIX) and name not in names:
             raise ValueError(f"{name}: unknown variable; known: {', '.join(names)}")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
+from megaprof.config.options import OF_OTHERS_TOO, TORCH_ONLY, ProfileConfig, flag
 from megaprof.config.values import TARGETS, TIMELINE
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import RunningJob, Unsafe, find_job, read, write
@@ -31,7 +31,7 @@ from megaprof.formats.phrases import Unanswerable, ago, counted, listed
 #: The defaults of a request: how many steps, which ranks, and seconds until nobody waits for it any more.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 #: Options that a request may set, besides the tool.
-OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
+OPTIONS = TORCH_ONLY + OF_OTHERS_TOO
 #: The first step comes this many times later than the estimate says.
 _SAFETY = 1.5
 #: Seconds for which a job that is just beginning is given the time to show how long a step takes.

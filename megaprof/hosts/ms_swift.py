@@ -31,6 +31,8 @@ _ROLLOUT = "swift.megatron.trainers.rollout_mixin"
 
 #: What ``--profiler_contents`` names, in the terms of ProfileConfig.
 _CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "record_shapes", "flops": "with_flops"}
+#: What follows ``--profiler_``, for our options that do not come from ``--profiler_contents``.
+_NAMES = {"target": "target", "tool": "tool", "dir": "save_path", "select": "ranks", "steps": "steps"}
 
 
 def config_of(args: Any) -> ProfileConfig:
@@ -63,7 +65,9 @@ def config_of(args: Any) -> ProfileConfig:
         "select": ",".join(args.profiler_ranks),
         "steps": ",".join(args.profiler_steps),
     }
-    return ProfileConfig.from_values(options | {name: value for name, value in optional.items() if value})
+    options |= {name: value for name, value in optional.items() if value}
+    names = {name: f"--profiler_{_NAMES.get(name, 'contents')}" for name in options}
+    return ProfileConfig.from_values(options, names=names)
 
 
 def register() -> None:

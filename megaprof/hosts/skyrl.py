@@ -73,7 +73,8 @@ def config_of(policy: Any) -> ProfileConfig:
     names = {_RENAMED.get(name, name): name for name in sorted(changed_names)}
     values = {option: getattr(settings, name) for option, name in names.items() if option not in set_names}
     if "select" in values:
-        values["select"] = ",".join(map(str, values["select"]))
+        ranks = values["select"]
+        values["select"] = str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks or ()))
     spellings = {option: f"{_PROFILER}.{names[option]}" for option in values}
     return ProfileConfig.from_values(values | megaprof_settings, names=spellings)
 

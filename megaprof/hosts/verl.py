@@ -42,6 +42,13 @@ TOOL = "megaprof"
 #: ``tool_config.torch`` has the options of a trace.
 _TOOLS = {"torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
 _CONTENTS = {"shapes": "record_shapes", "memory": "profile_memory", "stack": "with_stack"}
+#: The settings by which a mistake in an option of ours is named, where it is found only there.
+_NAMES = {
+    "dir": "global_profiler.save_path",
+    "steps": "global_profiler.steps",
+    "select": "profiler.ranks",
+    "role_select": "profiler.ranks of",
+}
 #: The sections of the roles whose work runs Megatron's schedule; their settings are in ``profiler`` there. The rollout
 #: does not run it, but it works in the same worker (up to 0.6): with ``discrete`` it has a file of its own.
 _ROLES = {
@@ -289,7 +296,7 @@ def _from_profilers(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
     command = _common(enabled, "finish_hook_cmd")
     if command is not None:
         values["on_finish"] = _finish_command(enabled, tool, command)
-    return ProfileConfig.from_values(values)
+    return ProfileConfig.from_values(values, names={name: _NAMES[name] for name in values.keys() & _NAMES})
 
 
 def _with_step_range(steps: Any, enabled: Mapping[str, Any], section: str) -> Any:

@@ -179,6 +179,21 @@ def test_what_contradicts_is_named_as_it_was_given() -> None:
         ProfileConfig.from_env(env)
 
 
+def test_what_no_chosen_tool_records_is_refused() -> None:
+    for tool in ("memory", "timeline"):
+        for name, typed in (("with_stack", "--profile-with-stack"), ("profile_memory", "--profile-memory")):
+            with pytest.raises(
+                ValueError, match=f"{typed} has no effect with --profile-tool {tool}: add torch, or drop"
+            ):
+                on(tool=(tool,), **{name: True})
+            assert on(tool=("nsys", tool), **{name: True}).enabled
+
+
+def test_an_option_that_a_host_spells_wrong_is_named() -> None:
+    with pytest.raises(ValueError, match=r"targt: unknown option of megaprof; known: target, dir, .*all_ranks"):
+        ProfileConfig.from_values({"targt": ["train_actor"], "dir": "/t"}, {})
+
+
 def test_a_home_directory_is_none_of_that_name(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     env = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "~/traces"}
@@ -192,6 +207,16 @@ def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monke
     assert config.dir == str(tmp_path / "traces")
     assert config.to_env()["MEGAPROF_DIR"] == str(tmp_path / "traces")
     assert on(dir="memory://bucket/traces").dir == "memory://bucket/traces"
+
+
+def test_a_relative_directory_of_one_that_is_gone_is_a_mistake(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(
+        ValueError, match=r"--profile-dir: 'traces' .* working directory no longer exists; valid: an absolute"
+    ):
+        on(dir="traces")
+    assert on(dir="/traces").dir == "/traces"
 
 
 def test_a_path_is_taken_for_dir(tmp_path: Any) -> None:

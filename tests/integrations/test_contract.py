@@ -396,9 +396,11 @@ def test_ms_swifts_profiler_is_off_unless_it_is_named(tmp_path: Any) -> None:
     ("given", "message"),
     [
         ({"profiler_contents": ["gpu"]}, "--profiler_contents: unknown 'gpu'"),
-        ({"profiler_tool": ["perf"]}, "unknown value 'perf'"),
+        ({"profiler_tool": ["perf"]}, "--profiler_tool: unknown value 'perf'"),
+        ({"profiler_tool": ["memory"]}, "--profiler_contents has no effect with --profiler_tool memory: add torch"),
         ({"profiler_save_path": None}, "--profiler_save_path: not set"),
-        ({"profiler_ranks": ["0", "-1"]}, "-1"),
+        ({"profiler_ranks": ["0", "-1"]}, "--profiler_ranks: '-1'"),
+        ({"profiler_steps": ["a"]}, "--profiler_steps: 'a'"),
     ],
 )
 def test_ms_swift_refuses_what_it_cannot_honour(given: dict[str, Any], message: str, tmp_path: Any) -> None:

@@ -209,7 +209,8 @@ def test_verl_off(settings: dict[str, Any]) -> None:
         ({f"{ACTOR}.tool_config.torch.schedule.repeat": 2}, r"schedule\.repeat: 2 .* valid: 0, 1"),
         ({f"{ACTOR}.finish_hook_cmd": "ls", f"{ACTOR}.finish_hook_ranks": [0]}, r"finish_hook_ranks: \[0\] .* unset"),
         ({f"{REF}.enable": True, f"{REF}.save_path": "/b"}, r"ref\.profiler\.save_path: '/b' .* '/data/traces'"),
-        ({f"{ACTOR}.save_path": None}, "--profile-dir is not set"),
+        ({f"{ACTOR}.save_path": None}, r"global_profiler\.save_path is not set"),
+        ({f"{ACTOR}.save_path": "nope://b"}, r"global_profiler\.save_path: 'nope://b'"),
     ],
 )
 def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: str) -> None:
@@ -517,6 +518,8 @@ def test_skyrl_without_a_target_is_skyrls_own_profilers() -> None:
         ({"enable": True}, r"torch_profiler_config\.enable: True .* valid: False"),
         ({"ranks": [-1]}, "'-1'"),
         ({"ranks": []}, r"torch_profiler_config\.ranks: ''"),
+        ({"ranks": None}, r"torch_profiler_config\.ranks: ''"),
+        ({"ranks": True}, r"torch_profiler_config\.ranks: 'True'"),
         ({"warmup": -1}, r"torch_profiler_config\.warmup: -1 .* at least 0"),
         ({"active": None}, r"torch_profiler_config\.active: None"),
         ({"activities": ["gpu"]}, r"torch_profiler_config\.activities: unknown value 'gpu'; valid: .*cpu, cuda"),
