@@ -151,13 +151,18 @@ def install_hooks(
     if opened is None:
         return handle
     directory, writer = opened
+    try:
+        recorders = build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else ()
+    except ValueError:
+        writer.close()
+        raise
     session = Session(
         config,
         this_rank,
         writer,
         role=role,
         numbers=partial(registry.numbers, given=iteration),
-        recorders=build_recorders(dataclasses.replace(config, dir=directory), writer) if this_rank.windowed else (),
+        recorders=recorders,
         framework=(framework := registry.framework()),
     )
     session.handle, handle._session = handle, session

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from os import getpid
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -123,6 +125,7 @@ def test_a_registered_recorder_that_cannot_be_made_is_refused_by_its_option(one_
         with pytest.raises(ValueError, match=said):
             install_hooks(one_rank.chunks, on(dir=str(tmp_path), tool=(tool,)))
     one_rank.train_step()  # nothing of it is left behind
+    assert not [each for base in (Path("/dev/shm"), Path(gettempdir())) for each in base.glob(f"*.{getpid()}.scratch")]
 
 
 @pytest.mark.usefixtures("_clean_registry")
