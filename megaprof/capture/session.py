@@ -216,6 +216,8 @@ class Session:
         unmet = list(self.agenda.never_came()) if self.off is None else ["profiling was off after a fault"]
         reasons = (reason for wish in self.agenda.wishes.values() for reason in wish.wanted.values())
         windows = self._windows - sum(reason == NO_FILE for reason in reasons)
+        if not windows and not unmet:  # the roles that ran are captured on other ranks
+            return
         done = f"{windows or 'no'} window{'s' * (windows != 1)} captured into {self.config.dir}"
         logger.log(logging.WARNING if unmet else logging.INFO, "megaprof ends: %s", "; ".join([done, *unmet]))
 

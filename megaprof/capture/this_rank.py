@@ -34,7 +34,7 @@ class ThisRank:
     layout: WorldLayout | None
     """The layout of the job's ranks; None if no order of the parallel axes explains it."""
     speaks: bool
-    """True for the lowest rank that captures windows, which is the only one that logs what became of them."""
+    """True for the lowest rank of each selection, which alone logs what became of its windows."""
     neighbours: int
     """How many other ranks of this host may close a window when this rank does. Without ``LOCAL_WORLD_SIZE``, each rank
     counts as the only one of its host."""
@@ -77,7 +77,7 @@ class ThisRank:
         here = cls(
             coords=coords,
             layout=layout,
-            speaks=coords.rank == (ranks[0] if ranks else 0),
+            speaks=coords.rank in ({0 if each is None else each[0] for each in selections if each != []} or {0}),
             neighbours=len(others if ranks is None or config.listens else others.intersection(ranks)),
             windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
             timed=config.timeline_selector.selects(coords),

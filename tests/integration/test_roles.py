@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
+from megaprof.capture import this_rank
+from megaprof.hooks.plain import PlainSteps
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 
@@ -223,6 +227,24 @@ def test_roles_of_worlds_of_different_sizes(one_rank: Any, tmp_path: Path, caplo
     assert len(said) == 1
     assert "--profile-role-select actor: rank 24" in said[0]
     assert "on the ranks that exist" in said[0]
+
+
+@pytest.mark.parametrize(("rank", "captured"), [(0, None), (1, "1 window"), (2, None)])
+def test_the_lowest_rank_of_a_role_says_what_became_of_its_windows(
+    rank: int, captured: str | None, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "megaprof")
+    layout = WorldLayout(ParallelSizes(dp=3))
+    monkeypatch.setattr(this_rank, "_place", lambda *_, **__: (layout.coords(rank), layout))
+    model = torch.nn.Linear(1, 1)
+    with install_hooks(model, config(tmp_path, "train_actor", steps="0", role_select="actor=1,2"), pipeline=False):
+        steps = PlainSteps(model, 1)
+        with role("actor"):
+            steps.begin()
+            steps.backward(torch.Tensor.backward)(steps.forward(model.forward)(torch.ones(1, 1)).sum())
+            steps.end()
+    said = [record.getMessage() for record in caplog.records if "megaprof ends" in record.getMessage()]
+    assert said == ([] if captured is None else [f"megaprof ends: {captured} captured into {tmp_path}"])
 
 
 def test_lists_texts_and_mappings_mean_the_same() -> None:
