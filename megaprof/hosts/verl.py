@@ -193,11 +193,14 @@ def _run_job(arguments: Mapping[str, Any]) -> Facts:
 def _config_of_job(job_config: Any) -> ProfileConfig | None:
     """Returns what a job's whole configuration asks of megaprof; None unless it names megaprof as its tool. Raises
     ValueError like `config_from`."""
+    config = None
     if _get(job_config, "global_profiler.tool") == TOOL:
-        return config_from(job_config)
-    if _get(job_config, "profiler.tool") == TOOL:  # an SFT run
-        return _from_profilers(_ANY_STEP, {"profiler": job_config["profiler"]})
-    return None
+        config = config_from(job_config)
+    elif _get(job_config, "profiler.tool") == TOOL:  # an SFT run
+        config = _from_profilers(_ANY_STEP, {"profiler": job_config["profiler"]})
+    if config is not None and not config.enabled and os.environ.get("RANK", "0") == "0":
+        logger.warning("megaprof captures nothing: verl's settings name no steps, or enable the profiler of no role")
+    return config
 
 
 def config_from(config: Any) -> ProfileConfig:

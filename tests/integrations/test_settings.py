@@ -218,6 +218,15 @@ def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: s
         verl.config_from(verl_tree({f"{ACTOR}.enable": True} | settings))
 
 
+@pytest.mark.parametrize("settings", [{}, {f"{ACTOR}.enable": True, "global_profiler.steps": None}])
+def test_verl_that_names_megaprof_and_captures_nothing_is_told_so(settings: dict[str, Any], caplog: Any) -> None:
+    config = verl._config_of_job(verl_tree(settings))
+    assert config is not None
+    assert not config.enabled
+    assert "captures nothing" in caplog.text
+    assert verl._config_of_job(verl_tree({"global_profiler.tool": None, **settings})) is None
+
+
 def test_verls_guide_to_nsight_systems() -> None:
     """Its settings, of before there was a tool to name: [] and null are no ranks."""
     tree: dict[str, Any] = {
