@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from importlib import import_module
 from itertools import chain, count, repeat
 from pathlib import Path
@@ -23,6 +24,8 @@ VARIABLE = "REHEARSAL_EXCHANGES"
 _NAME = "alone"
 #: About what weights are initialised with, so that neither sums nor norms overflow.
 _DEVIATION = 0.02
+#: What no peer has set in torch's store will never be there.
+_WAIT = timedelta(seconds=10)
 
 
 def arm() -> None:
@@ -44,7 +47,9 @@ def arm() -> None:
         if torch.cuda.is_available():
             os.write(written, f"0 device {torch.cuda.get_device_name()}\n".encode())
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        initialize(_NAME, store=dist.HashStore(), rank=rank, world_size=world)
+        store = dist.HashStore()
+        store.set_timeout(_WAIT)
+        initialize(_NAME, store=store, rank=rank, world_size=world)
 
     def no_store(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the program waits for its peers at a store of its own, and in a rehearsal there are none")

@@ -37,7 +37,7 @@ from megaprof.rehearse.links import CASES, Link, between
 from megaprof.tune import trial
 
 #: Seconds after which a stage is ended that waits for others, or is slow. Steps under a profiler.
-_TIME_LIMIT, _PROFILED = 1800.0, 3
+_TIME_LIMIT, PROFILED = 1800.0, 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
     stage. Raises Unanswerable, and OSError if the command cannot be started."""
     directory.mkdir(parents=True)
     before = trial.WARM_UP + steps + 1  # one more: the profiler is prepared behind it, which disturbs it
-    several, windows = ("timeline", "torch"), f"{before}:0:0:{_PROFILED}"
+    several, windows = ("timeline", "torch"), f"{before}:0:0:{PROFILED}"
     config = replace(trial.config_of(directory), tool=several, select="all", ranges="layer", schedule=windows)
     env = {
         alone.VARIABLE: str(directory.absolute() / "exchanges"),
@@ -92,7 +92,7 @@ def record(command: Sequence[str], directory: Path, rank: int, world: int, steps
         **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RAY_ADDRESS": "none: a driver of Ray cannot be rehearsed"},
     }
     # Behind the profiled steps comes one more, in which their files are finished.
-    made = before + _PROFILED + 1 - trial.WARM_UP
+    made = before + PROFILED + 1 - trial.WARM_UP
     ended = trial.run(command, directory.absolute(), made, _TIME_LIMIT, config=config, alone=env)
     if ended.outcome != "enough":
         how = ended.outcome.replace("_", " ") if ended.code is None else f"exit code {ended.code}"

@@ -8,17 +8,17 @@ its ranks run. So do the layout that the rehearsal calls best, and the ``--other
 
 A job's ranks are to have the same machine in both. GPUs share nothing that passes need, but two cores share a cache and
 memory, and both have other users. So where layers compute, the stages of a layout run alone side by side, and they and
-the real jobs take turns of a few steps, in another order each time. Nothing else runs there: what keeps cores awake
+the real jobs take turns of one step, in another order each time. Nothing else runs there: what keeps cores awake
 may take its part of them from ranks without real-time priority, whose sessions Linux weighs alike (autogroups). Four
 ranks share two cores: their layers wait longer, so that what the ranks compute between them is as small a part.
 
 The last line is JSON, by case: ``error``, predicted step / real step - 1, of the layout as given and of the others
-(wanted: within 0.05); where they take turns, with its 90 % interval in ``between``, and in ``turns`` how far apart the
-quickest and the slowest turn of each real job are, as a part of the average. ``inside``, how many of these real steps
-are in their intervals (wanted: 9 of 10); ``order``, whether the layouts are as fast as each other in the predicted
-order, where they differ by more than 2 %; ``part``, the fastest real step as a part of that of the rehearsal's best
-layout (wanted: at least 0.98); ``memory``, the largest difference in GiB where memory is counted. Together: ``worst``
-error and part, how many are ``inside``, and of how many. ``load`` is the machine's at the start and at the end.
+(wanted: within 0.05); where they take turns, with its 90 % interval in ``between``, and in ``apart`` how far apart nine
+of ten steps of each real job are, as a part of the average. ``inside``, how many of these real steps are in their
+intervals (wanted: 9 of 10); ``order``, whether the layouts are as fast as each other in the predicted order, where they
+differ by more than 2 %; ``part``, the fastest real step as a part of that of the rehearsal's best layout (wanted: at
+least 0.98); ``memory``, the largest difference in GiB where memory is counted. Together: ``worst`` error and part, how
+many are ``inside``, and of how many. ``load`` is the machine's at the start and at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.samples import CERTAIN, MANY, Floats
 from megaprof.analysis.what_if.contents import Model
 from megaprof.analysis.what_if.layouts import parse_layout
-from megaprof.rehearse import rehearsal
+from megaprof.rehearse import pipeline, rehearsal
 from megaprof.rehearse.pipeline import Stage, record
 from megaprof.rehearse.rehearsal import Rehearsal
 from megaprof.tune import trial
@@ -54,7 +54,7 @@ from tests.benchmarks.cores import awake, real_time
 from tests.benchmarks.tune import ENV, RANKS
 from tests.tune import job
 
-TIME_LIMIT, GIB = 600.0, 1 << 30
+TIME_LIMIT, GIB = 1800.0, 1 << 30
 Alone: TypeAlias = Callable[[list[str], Path, int, int, int], Stage]
 Run: TypeAlias = Callable[[list[str], Path, int, int], tuple[Floats, tuple[int, ...] | None]]
 
@@ -93,7 +93,9 @@ CASES = {
     "4 stages, heavy loss": Case("Ett|tt|tt|ttL", (*_LONG, "--loss-ms", "75", "51"), stages=4),
     "4 stages, uneven": Case("Ettttt|t|t|tL", (*_LONG, "--memory", "2", "1"), stages=4),
     "2 stages, computing": Case(
-        "Ettttt|tttL", ("--compute", "--hidden-size", "384"), others=("Etttt|ttttL", "Et|ttt|ttt|tL", "E|t|tt|tt|tt|tL")
+        "Ettttt|tttL",
+        ("--compute", "--hidden-size", "256", "--seq-length", "512", "--global-batch-size", "4"),
+        others=("Etttt|ttttL", "Et|ttt|ttt|tL", "E|t|tt|tt|tt|tL"),
     ),
 }
 
@@ -102,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run (default: 8)")
-    parser.add_argument("--turns", type=int, default=8, help="turns of 3 steps, where layers compute (default: 8)")
+    parser.add_argument("--turns", type=int, default=60, help="measured steps, where layers compute (default: 60)")
     parser.add_argument("--others", type=int, default=2, help="layouts that run beside (default: 2)")
     parser.add_argument("--out", type=Path, default=None, help="keep the files there")
     options = parser.parse_args()
@@ -128,7 +130,7 @@ def _case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         with awake():
             return _compared(case, out, options.steps, options.others, record, _run)
     real_time(False)
-    steps = options.turns * job.TURN
+    steps = options.turns
     with _in_turns(case, out / "turns", steps) as (alone, run):
         return _compared(case, out, steps, options.others, alone, run)
 
@@ -162,12 +164,11 @@ def _compared(case: Case, out: Path, steps: int, others: int, alone: Alone, run:
     }
     if case.others:
         ends = ((1.0 - CERTAIN) / 2.0, (1.0 + CERTAIN) / 2.0)
-        found["between"], found["turns"] = [], []
+        found["between"], found["apart"] = [], []
         for step, ran in both.values():
-            turns = np.array([ran[at : at + job.TURN].mean() for at in range(0, len(ran), job.TURN)])
-            draws = np.random.default_rng(0).choice(turns, (MANY, len(turns))).mean(axis=1)
+            draws = np.random.default_rng(0).choice(ran, (MANY, len(ran))).mean(axis=1)
             found["between"].append([round(end, 4) for end in np.quantile(step.value / draws - 1, ends).tolist()])
-            found["turns"].append(round(float(np.ptp(turns) / turns.mean()), 4))
+            found["apart"].append(round(float(np.ptp(np.quantile(ran, ends)) / ran.mean()), 4))
     return found
 
 
@@ -176,7 +177,7 @@ def _in_turns(case: Case, out: Path, steps: int) -> Iterator[tuple[Alone, Run]]:
     """Starts the job with each of its layouts, and the stages alone of those that a rehearsal runs, which take turns.
     Yields functions that wait for them, in place of `record` and `_run`."""
     begun: dict[tuple[tuple[str, ...], int | None], Future[Any]] = {}
-    world, turns = case.stages * case.tp, 1 + steps // job.TURN
+    world, turns = case.stages * case.tp, trial.WARM_UP + steps
     over = dict[Path, int]()  # by the place of those that take a turn together, how many turns they have
 
     def place_of(words: list[str], turns: int) -> tuple[list[str], Path]:
@@ -205,8 +206,8 @@ def _in_turns(case: Case, out: Path, steps: int) -> Iterator[tuple[Alone, Run]]:
             taking, place = place_of(words, turns)
             begun[(*words,), None] = pool.submit(_run, taking, place / "files", world, steps)
             if layout == case.layout or len(pieces) > case.stages:  # a rehearsal runs its stages
-                # Two more turns: with the profiler, and one in which its files are finished, and the process ends.
-                taking, place = place_of(words, turns + 2)
+                # Those that `record` profiles, one before these and one behind them.
+                taking, place = place_of(words, turns + pipeline.PROFILED + 2)
                 for rank in range(world):
                     files = place / f"files{rank}"
                     begun[(*words,), rank] = pool.submit(record, [sys.executable, *taking], files, rank, world, steps)

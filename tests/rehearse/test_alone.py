@@ -88,11 +88,13 @@ os.environ[alone.VARIABLE] = sys.argv[2] + "/exchanges"
 alone.arm()
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-if sys.argv[3:]:
+if sys.argv[3:] == ["waits"]:
     next(dist.rendezvous("env://"))  # waits for its peers
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))  # makes the default group
 assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [0, 1]
 dist.monitored_barrier()
+if sys.argv[3:] == ["reads"]:
+    dist.distributed_c10d._get_default_store().get("of another rank")
 objects = [{"seed": 7}] if sys.argv[1] == "0" else [None]
 dist.broadcast_object_list(objects, src=0)
 assert objects == [{"seed": 7}]
@@ -116,6 +118,8 @@ def test_groups_do_what_programs_ask_for(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
     ended = programs.run(PROGRAM, "0", tmp_path / "alone" / "0", "waits")
     assert "a store of its own" in ended.stderr
+    ended = programs.run(PROGRAM, "0", tmp_path / "alone" / "0", "reads")
+    assert "DistStoreError" in ended.stderr.splitlines()[-1]
 
 
 def test_what_a_neighbour_sends_is_finite_and_leaves_random_numbers_alone(exchanges: tuple[Any, Path]) -> None:

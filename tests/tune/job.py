@@ -4,8 +4,8 @@ Layers and the output layer take a given time in each pass, most of which they w
 a step is the same on any machine, however many stages share its cores. With ``--compute``, layers compute. With
 ``--memory`` what stands for torch's allocator counts a given size for each layer, and for each of its activations as
 they come and go. With ``--second-fails`` the last rank ends the second trial with an error, once some steps are made,
-while the others wait. With ``--turns DIR`` a rank waits before every third step until it is its turn: it writes a byte
-to the pipe ``DIR/over`` and reads one from the pipe that is named for it.
+while the others wait. With ``--turns DIR`` a rank waits before every step until it is its turn: it writes a byte to the
+pipe ``DIR/over`` and reads one from the pipe that is named for it.
 
 ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
@@ -31,8 +31,6 @@ from megaprof.testing.faults import layers, pace
 
 #: Milliseconds of a layer's forward and of its backward.
 LAYER = (10.0, 20.0)
-#: Steps of a turn.
-TURN = 3
 
 
 def main() -> None:
@@ -49,6 +47,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=8)  # in microbatches of one sequence
     parser.add_argument("--train-iters", type=int, default=100_000)
     parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--seq-length", type=int, default=16)
     parser.add_argument("--compute", action="store_true")  # layers take what they compute
     parser.add_argument("--layer-ms", type=float, nargs=2, default=LAYER)
     parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
@@ -78,7 +77,7 @@ def main() -> None:
         layout=split,
         microbatches=args.global_batch_size // replicas,
         hidden=args.hidden_size,
-        seq_length=128 if args.compute else 16,
+        seq_length=args.seq_length,
         options={"overlap_p2p_comm_warmup_flush": args.overlap_p2p_communication_warmup_flush},
     )
     with cpu_megatron():
@@ -93,7 +92,7 @@ def main() -> None:
         for step in range(args.train_iters):
             if second and step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 sys.exit("error: no space left for the cache of the data set")
-            if args.turns is not None and step % TURN == 0:
+            if args.turns is not None:
                 with (args.turns / "over").open("wb", buffering=0) as over:
                     over.write(b".")
                 with (args.turns / str(torch.distributed.get_rank())).open("rb", buffering=0) as turn:
