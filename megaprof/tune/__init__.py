@@ -145,10 +145,10 @@ def memory_limit(text: str | None) -> int | None:
         return None
     try:
         size, _ = parse_limit("--memory-limit", text)
-    except ValueError as fault:
-        raise UsageError(str(fault)) from None
-    if size is None:
-        raise UsageError(f"--memory-limit {text}: must be a size such as 60GiB")
+    except ValueError:
+        size = None
+    if size is None:  # also a share: nobody knows what a rank of the job would have
+        raise UsageError(f"--memory-limit: {text!r} is not valid; valid: a size such as 60GiB or 500MB")
     return size
 
 

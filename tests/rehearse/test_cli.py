@@ -24,7 +24,7 @@ GIB = 1 << 30
         (["--world", "8", "--", "torchrun", "train.py"], "torchrun"),
         (["--world", "8", "--", "python", "-m", "verl.trainer.main_ppo"], "starts ranks"),
         (["--world", "8", "--", "python", "-m", "torch.distributed.launch", "train.py"], "starts ranks"),
-        (["--world", "8", "--memory-limit", "much", "--saving-off", "", "--", "python", "t.py"], "--memory-limit"),
+        (["--world", "8", "--memory-limit", "much", "--", "python", "t.py"], "valid: a size such as 60GiB or 500MB"),
         (["--world", "8", "--links", "ib=fast", "--saving-off", "", "--", "python", "t.py"], "--links"),
         (["--world", "8", "--", "python", "train.py"], "--saving-off"),
         (["--world", "8", "--saving-off", "", "--", "no-such-program"], "no-such-program"),
