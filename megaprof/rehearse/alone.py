@@ -24,8 +24,6 @@ VARIABLE = "REHEARSAL_EXCHANGES"
 _NAME = "alone"
 #: About what weights are initialised with, so that neither sums nor norms overflow.
 _DEVIATION = 0.02
-#: What no peer has set in torch's store will never be there.
-_WAIT = timedelta(seconds=10)
 
 
 def arm() -> None:
@@ -48,7 +46,7 @@ def arm() -> None:
             os.write(written, f"0 device {torch.cuda.get_device_name()}\n".encode())
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.HashStore()
-        store.set_timeout(_WAIT)
+        store.set_timeout(timedelta(seconds=10))  # what no peer sets will never be there
         initialize(_NAME, store=store, rank=rank, world_size=world)
 
     def no_store(*_: Any, **__: Any) -> Any:
