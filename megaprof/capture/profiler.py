@@ -20,8 +20,10 @@ from typing import Any
 
 from megaprof.capture.bounds import GRACE_SECONDS, capturing
 from megaprof.capture.process import process
+from megaprof.capture.roles import current
 from megaprof.capture.session import Session
 from megaprof.config.values import TRAIN_OVERALL
+from megaprof.formats.facts import part_of_call
 from megaprof.parallel.megatron import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.tape import Gate
@@ -55,6 +57,7 @@ class Dispatcher:
         self.finalize: tuple[Any, Any] | None = None
         """The function that finalises the gradients, as the last call found it, and our hook on it."""
         self._recording: tuple[Session, RecordedCall] | None = None
+        self._entered = False  # whether the call is a part of the host's loop, recorded or not
         self.last_model: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
         """The last call's model, if it was a single chunk; the model inside its wrappers; and its session. They are
         kept because unwrapping is slow: a torch module takes long to find that it lacks an attribute."""
@@ -82,13 +85,15 @@ class Dispatcher:
             self._recording = session, call
             call.models = models
             self._now(call if call.timed or call.level is not None else None)
+        role = current().role or (None if session is None else session.role)
+        self._entered = process.parts.enter(part_of_call(facts.target, role), schedule=True)
         return call
 
     def end(self, *, failed: bool) -> None:
         """Ends a call, recorded or not. ``failed``: it ended with an exception of the host's."""
         self._now(None)
-        in_full(self.of_this_call.restore)
-        recording, self._recording = self._recording, None
+        in_full(self.of_this_call.restore, process.parts.leave if self._entered else None)
+        recording, self._recording, self._entered = self._recording, None, False
         if recording is not None:
             recording[0].end(recording[1], failed=failed)
         for session in self.sessions:

@@ -142,7 +142,6 @@ class TimelineRecorder:
         step.start_ns = time.time_ns()
         step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
         calls.began_ns = step.start_ns
-        step.entered = self._parts.enter(part_of_call(*key), schedule=True)
         step.began = step.mark()
         return step
 
@@ -152,8 +151,6 @@ class TimelineRecorder:
         step.ended = step.mark()
         entered = time.perf_counter_ns()
         step.end_ns = time.time_ns()
-        if step.entered:
-            self._parts.leave()
         step.memory = None if self._memory is None else self._memory()
         step.flags |= (format.FAILED if failed else 0) | (format.DISTURBED if disturbed else 0)
         if step.began is None or step.ended is None:  # a CUDA graph was being captured
@@ -176,7 +173,6 @@ class TimelineRecorder:
     def abandon(self) -> None:
         """Drops the running step after a fault. No other one will begin."""
         self._running = None
-        self._parts.leave()
         self._collections.stop()
 
     def close(self) -> None:

@@ -149,8 +149,6 @@ class RecordedStep(Tape):  # type: ignore[misc]  # in C or in Python
     ended: Any
     between: list[Span] | None
     """The parts of the host's loop since the call before; None if there is none."""
-    entered: bool
-    """True if the call itself is such a part."""
     memory: Memory | None
     """The GPU's memory when the step ended; None without a GPU."""
 

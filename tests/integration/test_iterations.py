@@ -63,6 +63,7 @@ def loop(directory: str) -> None:
                     training.save_checkpoint_and_time()  # type: ignore[attr-defined]
                 if number == EVALUATED:
                     training.evaluate_and_print_results(gpt.evaluate)  # type: ignore[attr-defined]
+                    gpt.log_probs_pass()  # none of the targets
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,7 @@ def test_what_lies_between_steps_is_known_by_its_name(found: Iterations) -> None
     assert parts["saving"].longest_ms >= SAVING
     assert parts["evaluation"].longest_ms >= 2 * EVALUATION
     assert parts["evaluation"].rank == 1
+    assert parts["train_log_probs"].often == 1 / count
     assert "evaluate" not in parts, "the schedule's calls inside are a part of the evaluation"
 
 
