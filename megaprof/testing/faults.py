@@ -92,8 +92,8 @@ def linger(modules: Iterable[Any], more: Callable[[float], tuple[float, float]])
 
 
 def pace(modules: Iterable[Any], takes: Callable[[], tuple[float, float]]) -> None:
-    """Makes passes of modules that return tuples, such as `layers`, take a given time, which includes what they
-    compute. So other work on the machine does not change it, unless it makes a row of them compute for longer.
+    """Makes passes of modules that return tuples, such as `layers`, take a given time, with what they compute and wait
+    for peers in it. So other work changes it only if it makes a row of them longer; a late tp or ep rank looks slow.
 
     ``takes`` is called before each forward, and returns the milliseconds of that forward and of its backward.
     """
