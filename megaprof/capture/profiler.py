@@ -140,7 +140,7 @@ class Dispatcher:
         stops: list[Callable[[], object]] = []
         if self.inside is None:
             self._recording = None
-            stops = [session.abandon for session in touched]
+            stops = [process.parts.leave, *(session.abandon for session in touched)]
             stops += [] if recording is None else [recording[1].outermost.close]
         in_full(self.of_this_call.restore, *stops)
 

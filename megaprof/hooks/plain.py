@@ -104,7 +104,7 @@ class PlainSteps:
             chunks=(model,),
         )
         self._dispatcher = process.dispatcher
-        self._recorded = False
+        self._begun = False
         self._backward_runs = False
         self._microbatch = 0
 
@@ -149,13 +149,13 @@ class PlainSteps:
         self.end(failed=True)
         self._microbatch = 0
         with Contained("looking at a step", self._dispatcher.drop):
-            if (call := self._dispatcher.begin(self.facts)) is not None:
-                self._recorded = True
+            call, self._begun = self._dispatcher.begin(self.facts), True
+            if call is not None:
                 patch_models(self._dispatcher, call, lambda bound: partial(_takes_rows, self._dispatcher, bound))
 
     def end(self, *, failed: bool = False) -> None:
         """Ends a step, whose passes are all done. A no-op outside a step."""
-        if self._recorded:
-            self._recorded = False
+        if self._begun:
+            self._begun = False
             with Contained("closing a window", self._dispatcher.drop):
                 self._dispatcher.end(failed=failed)

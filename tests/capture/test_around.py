@@ -159,6 +159,7 @@ def test_without_a_pipeline(one_rank: Any, tmp_path: Path) -> None:
             plain.begin()
             backward(forward())
             plain.end()
+            assert process.parts.now is None, "also behind a step that is not recorded"
     assert steps(tmp_path) == {("train_actor", None): around(0, 2, 3, 4)}
 
 
