@@ -139,9 +139,9 @@ class TimelineRecorder:
         step.calls, step.metadata = calls, self._metadata(calls, facts, number)
         step.flags = (format.DISTURBED if disturbed else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._running = step
-        step.start_ns = time.time_ns()
         step.between = self._parts.since(calls.began_ns) if calls.began_ns else None
-        calls.began_ns = step.start_ns
+        # One moment on two clocks: nothing else lies between them, where a busy machine could stop the thread.
+        step.start_ns = calls.began_ns = time.time_ns()
         step.began = step.mark()
         return step
 
