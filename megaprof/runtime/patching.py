@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from megaprof.runtime.isolation import logger
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _INHERITED = object()
+_REDUCE = "__reduce_ex__"
 #: Objects whose attributes are set by ``setattr``: their ``__dict__`` is a read-only view.
 _NAMESPACES = type, ModuleType
 
@@ -50,18 +51,25 @@ class Patches:
         attributes = vars(instance)
         bound = getattr(instance, name)
         replacement = hook = wrap(bound)
-        if not hasattr(hook, "__wrapped__"):  # a hook in C looks like what it wraps by itself, and is copied like it
-            function: Any = getattr(bound, "__func__", None)
+        if not hasattr(hook, "__wrapped__"):  # a hook in C looks like what it wraps by itself
+            replacement = functools.update_wrapper(lambda *args, **kwargs: hook(*args, **kwargs), bound)
+        replacements = {name: replacement}
+        if _REDUCE not in attributes:
+            replacements[_REDUCE] = functools.partial(self._reduced, instance)
+        for each, value in replacements.items():
+            self._applied.append((instance, each, attributes.get(each, _INHERITED), value))
+            attributes[each] = value
 
-            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-                return hook(*args, **kwargs) if this is instance else function(this, *args, **kwargs)
-
-            if function is not None and bound.__self__ is instance:
-                replacement = MethodType(functools.update_wrapper(method, function), instance)
-            else:  # what the host put there; Python copies no function
-                replacement = functools.update_wrapper(lambda *args, **kwargs: hook(*args, **kwargs), bound)
-        self._applied.append((instance, name, attributes.get(name, _INHERITED), replacement))
-        attributes[name] = replacement
+    def _reduced(self, instance: Any, protocol: Any) -> Any:
+        """Stands for ``__reduce_ex__``, by which Python copies and pickles an object: says what it was before us."""
+        reduced = instance.__class__.__reduce_ex__(instance, protocol)
+        if len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        state = {**reduced[2]}
+        for owner, name, original, replacement in reversed(self._applied):
+            if owner is instance and state.get(name) is replacement:
+                state[name] = original
+        return *reduced[:2], {name: value for name, value in state.items() if value is not _INHERITED}, *reduced[3:]
 
     def restore(self) -> None:
         """Puts every original back. An attribute that somebody else wrapped after us stays as it is.

@@ -319,11 +319,17 @@ def test_a_copy_of_an_object_that_is_hooked_runs_its_own_method(wrap: Any) -> No
     model, patches = Scaled(2), Patches()
     patches.shadow(model, "forward", wrap)
     patches.shadow(model, "forward", lambda bound: lambda x: bound(x))
-    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    copied.factor, pickled.factor = 3, 5
+    shallow, copied, pickled = copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    shallow.factor, copied.factor, pickled.factor = 11, 3, 5
     for _ in range(2):
-        assert [each.forward(7) for each in (model, copied, pickled)] == [14, 21, 35]
+        assert [each.forward(7) for each in (model, shallow, copied, pickled)] == [14, 77, 21, 35]
+        assert list(map(vars, (shallow, copied, pickled))) == [{"factor": 11}, {"factor": 3}, {"factor": 5}]
         patches.restore()
+    assert vars(model) == {"factor": 2}
+    own = model.forward = Scaled(13).forward  # type: ignore[method-assign]
+    patches.shadow(model, "forward", wrap)
+    assert copy.copy(model).forward is own
+    patches.restore()
     config = SimpleNamespace(function=hooked(Gate(never), call))
     assert copy.deepcopy(config).function is pickle.loads(pickle.dumps(config)).function is call
 
