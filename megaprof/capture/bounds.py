@@ -40,6 +40,12 @@ def capturing() -> bool:
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
+def compiling() -> bool:
+    """Returns whether torch.compile traces the caller, which must not see what it cannot trace."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
 def in_backward() -> bool:
     """Returns whether this thread is inside the autograd engine, as in a backward on the CPU. A profiler that stops
     there counts as running again once the engine has put the thread's state back."""

@@ -30,6 +30,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megaprof.capture.bounds import compiling
 from megaprof.capture.process import process
 from megaprof.config.values import ANNOTATED, checked_role
 from megaprof.formats.ranges import DOMAIN, annotation_range, role_range
@@ -168,7 +169,8 @@ class annotate(Block):
     default domain is ``megaprof``.
 
     It can wrap functions, methods (also static and class methods) and coroutine functions, but no generators. The range
-    of a coroutine lasts from its first step to its end, including waiting. Exceptions pass through unchanged. Invalid
+    of a coroutine lasts from its first step to its end, including waiting. What torch.compile compiles has no range
+    inside. Exceptions pass through unchanged. Invalid
     arguments raise ValueError when a function is decorated. In a ``with`` block, which may be in the training
     loop, they are logged once and ignored.
     """
@@ -222,7 +224,7 @@ class annotate(Block):
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not (process.sessions or process.traced):
+            if not (process.sessions or process.traced) or compiling():
                 return function(*args, **kwargs)
             end, failed = begin_work(role, message, look), True
             try:

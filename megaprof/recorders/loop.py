@@ -81,14 +81,16 @@ class Parts:
 
     def watch_optimizers(self) -> Callable[[], None]:
         """Makes every step of an optimizer of torch's a part, if it is in no other one. Returns what ends that."""
+        from torch.compiler import is_compiling
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         def before(*_: Any) -> None:
-            alone = self.now is None and threading.get_ident() == self._thread
-            self._optimizes = [time.time_ns()] if alone else []
+            if not is_compiling():  # the graph of a step that is compiled has no hooks
+                alone = self.now is None and threading.get_ident() == self._thread
+                self._optimizes = [time.time_ns()] if alone else []
 
         def after(*_: Any) -> None:  # not if the step fails
-            while self._optimizes:
+            while not is_compiling() and self._optimizes:
                 self.spans.append(("optimizer", self._optimizes.pop(), time.time_ns()))
 
         hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)

@@ -13,10 +13,13 @@ import torch
 from megatron.core.transformer import transformer_layer
 from torch._dynamo.utils import counters
 
-from megaprof import ProfileConfig, install_hooks
+from megaprof import ProfileConfig, annotate, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.capture.process import process
 from megaprof.hooks.modules import COMPILED
+from megaprof.recorders.loop import Parts
 from megaprof.testing import GPTWorkload, build
+from tests import programs
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +124,43 @@ def test_a_model_that_is_compiled_before_or_behind_the_hooks_is_that_model(one_r
     for first, second in ((model, compiled), (compiled, one_rank.chunks)):
         with install_hooks(first, config) as handle:
             assert install_hooks(second, config) is handle
+
+
+class Descent(torch.optim.Optimizer):
+    """What dynamo can trace as one graph, in the place of torch's optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+
+
+def compile_step() -> None:
+    parts, parameter = Parts(), torch.nn.Parameter(torch.ones(2))
+    optimizer, parameter.grad = Descent([parameter], {}), torch.ones(2)
+    step = torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)
+    parts.enter("training", schedule=True)
+    parts.leave()
+    parts.watch_optimizers()
+    step()
+    optimizer.step()
+    print(parameter.tolist(), counters["stats"]["unique_graphs"], [part for part, *_ in parts.spans])
+
+
+def test_a_compiled_step_of_an_optimizer_is_one_graph() -> None:
+    assert programs.run(compile_step).stdout == "[-1.0, -1.0] 1 ['training', 'optimizer']\n"
+
+
+def compile_annotated() -> None:
+    process.traced = True  # as under Nsight Systems, where annotations have ranges without hooks
+
+    @annotate(role="critic")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    compiled = torch.compile(lambda x: double(x) + 1, backend="eager", fullgraph=True)
+    print(compiled(torch.ones(2)).tolist(), counters["stats"]["unique_graphs"])
+
+
+def test_an_annotated_function_inside_what_is_compiled_is_compiled_with_it() -> None:
+    assert programs.run(compile_annotated).stdout == "[3.0, 3.0] 1\n"
