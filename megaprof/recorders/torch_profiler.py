@@ -31,7 +31,7 @@ from megaprof.recorders.loop import Collections, measure_waits
 from megaprof.runtime.isolation import Suppressed, logger
 from megaprof.runtime.patching import Patches
 
-#: The module in which torch looks up the function that prepares Kineto. It is not public.
+#: The module in which torch looks up the functions that prepare and enable Kineto. It is not public.
 _TORCH: Any = torch.autograd.profiler
 _KERNEL = b'"cat": "kernel"'
 _PIECE = 1 << 20
@@ -68,7 +68,8 @@ class TorchRecorder:
         self._profile: profile | None = None
         self._prepared: profile | None = None
         """A session in Kineto's warm-up; None if there is none, or once another session has replaced it."""
-        self._watch = Patches()  # of torch's function that prepares one
+        self._watch = Patches()  # of torch's functions that begin one
+        self._gave_way = False  # whether another session began in the window
         self._recorded: tuple[str, ...] = ()  # the names of the activities
         self._started_in = 0  # nanoseconds
         self._read_waits: Callable[[int], Waited | None] | None = None
@@ -83,7 +84,7 @@ class TorchRecorder:
         """Begins recording. Raises RuntimeError if the process already runs a profiler."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
-        began = time.perf_counter_ns()
+        began, self._gave_way = time.perf_counter_ns(), False
         self._ahead = self._prepared is not None
         if self._prepared is None:
             self._warm_up()
@@ -91,6 +92,8 @@ class TorchRecorder:
         if recording is None:
             raise RuntimeError("another torch profiler was prepared at the same moment")
         recording.start_trace()
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            self._watch.apply(_TORCH, name, partial(partial, self._gives_way))
         self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
         self._started_in = time.perf_counter_ns() - began
@@ -132,11 +135,15 @@ class TorchRecorder:
             )
         self._prepared.prepare_trace()
         _keep_cupti()
-        self._watch.apply(_TORCH, "_prepare_profiler", lambda prepare: partial(self._prepares_another, prepare))
+        self._watch.apply(_TORCH, "_prepare_profiler", partial(partial, self._gives_way))
 
-    def _prepares_another(self, prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._prepared = None
-        return prepare(*args, **options)
+    def _gives_way(self, begin: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Begins another session as torch does. Ours ends first, and its window is lost: if both ran, what one of them
+        exports later would kill the process, or the other could not begin."""
+        self._prepared, self._gave_way = None, self._gave_way or self._profile is not None
+        with Suppressed(Exception, says="the window did not end ahead of another torch profiler"):
+            self._end()
+        return begin(*args, **options)
 
     def _taken(self) -> profile | None:
         """Stops watching, and returns the session in warm-up, if there is one."""
@@ -148,6 +155,8 @@ class TorchRecorder:
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording, self.summary = self._profile, None
+        if self._gave_way:
+            raise RuntimeError("another torch profiler was started in it")
         if recording is None:
             return
         waited = None if self._read_waits is None else self._read_waits(0)
@@ -213,6 +222,7 @@ class TorchRecorder:
         if recording is None:
             return
         emit.log = None
+        self._watch.restore()
         self._collections.stop()
         if torch._C._autograd._profiler_enabled():
             try:

@@ -253,6 +253,43 @@ def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_pat
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("theirs", ["inside", "across", "emits"])
+def test_another_profiler_that_begins_in_a_window_runs_as_without_ours(theirs: str, tmp_path: Path) -> None:
+    """Exporting ours or theirs crashed the process, or theirs could not begin."""
+    script = f"""
+        from pathlib import Path
+        from tests.recorders.test_torch_profiler import *
+        from torch.autograd.profiler import emit_itt
+        from torch.profiler import profile
+        before = dict(vars(torch.autograd.profiler))
+        directory, writer = Path({str(tmp_path)!r}), Writer()
+        recorder = TorchRecorder(config(directory), writer)
+        recorder.start(WINDOW)
+        other = emit_itt() if {theirs!r} == "emits" else profile(activities=[ProfilerActivity.CPU])
+        other.__enter__()
+        work("theirs")
+        if {theirs!r} != "across":
+            other.__exit__(None, None, None)
+        with pytest.raises(RuntimeError, match="another torch profiler"):
+            recorder.stop(WINDOW, {{}})
+        recorder.discard()
+        if {theirs!r} == "across":
+            other.__exit__(None, None, None)
+        if {theirs!r} != "emits":
+            other.export_chrome_trace(str(directory / "theirs.json"))
+            assert [e.name for e in other.events()].count("theirs") == 1
+        assert {{name: value for name, value in vars(torch.autograd.profiler).items() if value is not before.get(name)
+                and "cupti" not in name}} == {{}}
+        recorder.start(WINDOW)
+        work("next")
+        recorder.stop(WINDOW, {{}})
+        assert writer.close(60)
+        assert ranges_in(trace(directory)) == ["next"]
+    """
+    ran = programs.run(textwrap.dedent(script))
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_preparation_that_the_host_breaks_off_is_ended(
