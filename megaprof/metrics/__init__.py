@@ -10,7 +10,7 @@ other inside a microbatch, one makes all slow.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +143,25 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     # Where some ranks keep a timeline, the others know only the time from one step to the next, which is longer.
     clocks = [status for status in everyone if status.recent is not None] or everyone
     steps_ms = {pp: _median(status.step_ms for status in clocks if status.coords["pp"] == pp) for pp in by_stage}
-    stages = tuple(_figures(pp, by_stage[pp], usual[pp], compute[pp], mean, steps_ms[pp]) for pp in by_stage)
+
+    def figures(pp: int) -> StageFigures:
+        members, compute_ms, waiting = by_stage[pp], compute[pp], _host_bound(by_stage[pp])
+        timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
+        slowest_ms, slowest = max(timed, default=(None, None))
+        return StageFigures(
+            pp=pp,
+            ranks=len(members),
+            step=max((step for status in members if (step := status.last_step) is not None), default=None),
+            step_ms=steps_ms[pp],
+            compute_ms=compute_ms,
+            gradients_ms=_median(status.recent.finalize_ms for status in usual[pp] if status.recent is not None),
+            imbalance=None if compute_ms is None or mean is None else compute_ms / mean,
+            slowest_rank=None if slowest is None else -slowest,
+            slowest_ms=slowest_ms,
+            host_bound_passes=statistics.fmean(waiting.values()) if waiting else None,
+        )
+
+    stages = tuple(map(figures, by_stage))
     slowest = max(known_ms, key=lambda pp: known_ms[pp]) if mean is not None else None
     undisturbed = None if slowest is None else _median(map(_undisturbed_ms, usual[slowest]))
     step_ms = max(filter(None, steps_ms.values()), default=None)
@@ -163,31 +181,6 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         straggler_ratio=ratio,
         slow_stage=slowest if mean and undisturbed is not None and undisturbed / mean > SLOW else None,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
-    )
-
-
-def _figures(
-    pp: int,
-    members: Sequence[RankStatus],
-    usual: Sequence[RankStatus],
-    compute: float | None,
-    mean: float | None,
-    step_ms: float | None,
-) -> StageFigures:
-    timed = [(status.compute_ms, -status.rank) for status in members if status.compute_ms is not None]
-    slowest_ms, slowest = (max(timed)[0], -max(timed)[1]) if timed else (None, None)
-    waiting = _host_bound(members)
-    return StageFigures(
-        pp=pp,
-        ranks=len(members),
-        step=max((step for status in members if (step := status.last_step) is not None), default=None),
-        step_ms=step_ms,
-        compute_ms=compute,
-        gradients_ms=_median(status.recent.finalize_ms for status in usual if status.recent is not None),
-        imbalance=None if compute is None or mean is None else compute / mean,
-        slowest_rank=slowest,
-        slowest_ms=slowest_ms,
-        host_bound_passes=statistics.fmean(waiting.values()) if waiting else None,
     )
 
 
