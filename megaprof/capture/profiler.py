@@ -31,10 +31,6 @@ from megaprof.runtime.ending import TERM_SECONDS, Termination
 from megaprof.runtime.isolation import Contained, Suppressed, contained, fault_now, in_full, logger
 from megaprof.runtime.patching import Patches
 
-#: The longest time that the end of a host's step waits for unfinished files, in seconds; ``--profile-flush-seconds`` if
-#: that is less.
-STEP_END_SECONDS = 20.0
-
 
 class Dispatcher:
     """Routes a ``forward_backward_func`` call to the session of the model that it runs.
@@ -228,11 +224,11 @@ def _leave(session: Session) -> None:
 
 
 def step_ended() -> None:
-    """Ends a step of the host. Waits for its files, because the host may end this process before it calls anything
-    again, as Ray does."""
+    """Ends a step of the host. Waits for its files as on SIGTERM, because the host may end this process before it calls
+    anything again, as Ray does."""
     for session in process.sessions.copy():
         session.over(TRAIN_OVERALL)
-    deadline = time.monotonic() + STEP_END_SECONDS
+    deadline = time.monotonic() + TERM_SECONDS
     for session in process.sessions.copy():
         left = max(0.0, deadline - time.monotonic())
         session.writer.flush(min(left, session.config.flush_seconds))

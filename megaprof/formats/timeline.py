@@ -75,8 +75,6 @@ _LONGEST_STEP = 1 << 48  # microseconds: nine years
 _LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it, still 64 bits
 #: Events of a step; the recorder keeps far fewer.
 _MOST_EVENTS = 1 << 18
-#: No record is longer: a longer one is damaged.
-_LONGEST_RECORD = 1 << 26
 _MOST_BYTES = 1 << 62
 MOST_NUMBERS = 1 << 16
 _FACT = struct.Struct("<IB")
@@ -375,7 +373,7 @@ def _checked(data: bytes, position: int) -> tuple[int, int]:
         raise ValueError(_CUT)
     kind, length = _HEAD.unpack_from(data, position)
     end = position + _HEAD.size + length
-    if length > _LONGEST_RECORD or end + _CHECK.size > len(data):
+    if end + _CHECK.size > len(data):
         raise ValueError(_CUT)
     if isal_zlib.crc32(memoryview(data)[position : end + _CHECK.size]) != _WHOLE:
         raise ValueError("a record is damaged")

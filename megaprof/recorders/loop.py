@@ -24,7 +24,7 @@ from megaprof.runtime.isolation import Suppressed, in_full
 if TYPE_CHECKING:
     from megaprof.formats.timeline import Waited
 
-#: So many parts are kept until the next call begins.
+#: So many parts, and collections, are kept until somebody takes them. The oldest are dropped.
 _MOST = 1024
 
 Span = tuple[str, int, int]
@@ -114,8 +114,6 @@ class Parts:
 
 #: The generation whose collections take a long time.
 _OLDEST = 2
-#: The most collections that are kept. The oldest are dropped.
-_MOST_COLLECTIONS = 10_000
 
 
 Collection = tuple[int, int, int]
@@ -127,7 +125,7 @@ class Collections:
     """Keeps the times of collections of the oldest generation, whichever thread Python runs them on."""
 
     def __init__(self, parts: Parts | None = None) -> None:
-        self.ended: deque[Collection] = deque(maxlen=_MOST_COLLECTIONS)
+        self.ended: deque[Collection] = deque(maxlen=_MOST)
         self._parts = parts or Parts()
         self._began = 0
 

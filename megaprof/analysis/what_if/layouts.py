@@ -50,16 +50,15 @@ _VERL = {None: "engine", "critic": "critic.megatron"}
 _SKYRL = {"ref": "trainer.ref.megatron_config"}
 
 
-def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
-    """Returns the pieces of a ``--pipeline-model-parallel-layout`` string. If ``vpp`` is None, it may have any number
-    of chunks.
+def parse_layout(text: str, pp: int) -> Layout:
+    """Returns the pieces of a ``--pipeline-model-parallel-layout`` string, which may have any number of chunks.
 
     ``|`` separates pieces, ``x*n`` repeats one character, ``(...)*n`` repeats a group, and commas are ignored. Groups
     are expanded first and do not nest, as in Megatron.
 
     Raises:
-        ValueError: an unknown character, or a number of pieces that is not pp x vpp. `check_layout` checks the rules
-            for layers.
+        ValueError: an unknown character, or a number of pieces that is no multiple of pp. `check_layout` checks the
+            rules for layers.
     """
     expanded = text.replace(",", "")
     for pattern in (_GROUP, _REPEAT):
@@ -76,9 +75,8 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
                     f"layout {_short(text)}: unexpected {character!r} in {_short(piece)}; "
                     "layers are E, t, m and L, pieces end with |"
                 )
-    if len(pieces) % pp or (vpp is not None and len(pieces) != pp * vpp):
-        wanted = f"pp x vpp = {pp} x {vpp} = {pp * vpp}" if vpp is not None else f"a multiple of pp={pp}"
-        raise ValueError(f"layout {_short(text)} has {len(pieces)} pieces, expected {wanted}")
+    if len(pieces) % pp:
+        raise ValueError(f"layout {_short(text)} has {len(pieces)} pieces, expected a multiple of pp={pp}")
     return pieces
 
 
