@@ -112,6 +112,7 @@ def parse_schedule(text: str, option: str) -> Schedule:
 Plan = StepList | Schedule
 NO_STEPS = StepList(())
 NONE = "none"
+_RANGE = re.compile(r"(\d+)(?:\s*:\s*(\d+)(?:\s*:\s*(\d+))?)?", re.ASCII)
 
 
 def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
@@ -139,15 +140,13 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
 
 
 def _parse_range(item: str, text: str, option: str) -> range:
-    numbers = [part.strip() for part in item.split(":")]
-    if not 1 <= len(numbers) <= 3 or not all(number.isascii() and number.isdigit() for number in numbers):
+    match = _RANGE.fullmatch(item.strip())
+    if match is None:
         raise ValueError(
             f"{option}: {item.strip()!r} in {text!r} is not a step; valid: 10, 1,2,5, 20:30, 20:30:5 (from 0 on), none"
         )
-    start, *bounds = map(int, numbers)
-    if not bounds:
-        return range(start, start + 1)
-    stop, stride = bounds[0], bounds[1] if len(bounds) > 1 else 1
+    start = int(match[1])
+    stop, stride = int(match[2] or start + 1), int(match[3] or 1)
     if start >= stop:
         raise ValueError(f"{option}: start {start} must be less than end {stop} in {text!r}")
     if stride < 1:
@@ -300,20 +299,13 @@ def parse_limit(option: str, text: str) -> tuple[int | None, float]:
     Raises ValueError that names ``option``, the value and what would be valid.
     """
     if match := _SHARE.fullmatch(text.strip()):
-        share = float(match[1]) / 100
-        if not 0 < share <= 1:
-            raise ValueError(f"{option}: {text!r} is not a share between 0% and 100%; {_VALID}")
-        return None, share
-    match = _SIZE.fullmatch(text.strip())
-    if match is not None and text.strip()[-1] in "0123456789":
-        raise ValueError(f"{option}: {text!r} has no unit; {_VALID}")
-    if match is None:
-        raise ValueError(f"{option}: {text!r} is neither a size nor a share; {_VALID}")
-    decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
-    size = int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
-    if size < 1:
-        raise ValueError(f"{option}: {text!r} is less than one byte; {_VALID}")
-    return size, DEFAULT_SHARE
+        if 0 < (share := float(match[1]) / 100) <= 1:
+            return None, share
+    elif (match := _SIZE.fullmatch(text.strip())) and not text.strip()[-1].isdigit():
+        decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
+        if size := int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()]):
+            return size, DEFAULT_SHARE
+    raise ValueError(f"{option}: {text!r} is neither a size nor a share; {_VALID}")
 
 
 #: The class of each tool's recorder, imported when the tool is chosen. Recorders stop in this order and start in the
