@@ -88,17 +88,17 @@ def arm(config: ProfileConfig | None = None) -> None:
     armed.install, armed.finish_job = install, _finish_job
     armed.awaits_schedule = armed.awaits_batch = True
     sys.meta_path.insert(0, _Finder())
-    for name in [name for name in sys.modules if name == _RAY or name.partition(".")[0] in _PACKAGES]:
+    for name in filter(_is_hooked, list(sys.modules)):
         _loaded(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """An import finder that finds what the other finders find, and hooks watched modules once they are loaded."""
+    """An import finder that finds what the other finders find, and hooks modules once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not _watched(fullname):
+        if not _is_hooked(fullname):
             return None
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
@@ -118,7 +118,7 @@ def _execute(loader: Any, execute: Callable[[ModuleType], object], module: Modul
     _loaded(module.__name__)
 
 
-def _watched(name: str) -> bool:
+def _is_hooked(name: str) -> bool:
     if name in (_SCHEDULES, _RAY):
         return True
     if name.partition(".")[0] not in _PACKAGES:
@@ -136,8 +136,8 @@ def _loaded(name: str) -> None:
             before_ray_ends(sys.modules[name], _finish_job)
             between_methods(sys.modules[name].FunctionActorManager)
         elif name == _SCHEDULES:
-            _watch(sys.modules[name])
-        elif _watched(name):
+            _wrap_schedules(sys.modules[name])
+        else:
             from megaprof.autoload.registry import adapt
             from megaprof.runtime.patching import Patches
 
@@ -167,7 +167,7 @@ def _finish_job() -> None:
     wait(config, armed.since)
 
 
-def _watch(schedules: ModuleType) -> None:
+def _wrap_schedules(schedules: ModuleType) -> None:
     from megaprof.runtime.patching import modules_with
 
     _keep_collectives()
@@ -280,7 +280,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     return True
 
 
-def watch() -> None:
+def log_at_end() -> None:
     """Has this process log the line at its end, or leave a mark for the process that will."""
     from tempfile import mkdtemp  # not in every process that only waits for megatron-core
 

@@ -88,7 +88,7 @@ class Process:
         self.summaries: dict[str | None, Future[bytes | None] | None] = {}
         """The kernel summaries of the roles' last windows, with ``--profile-kernels``, in the order of these windows;
         None if one is not made."""
-        self.answers: dict[Path, Any] = {}
+        self.listeners: dict[Path, Any] = {}
         """The `megaprof.control.listener.Listener` of the session that answers in a control directory, by its path."""
         self.asked: list[tuple[Callable[[], None], bool]] = []
         """What other threads have asked of the training thread, which looks at this before each microbatch: functions,

@@ -52,7 +52,7 @@ FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 _INPUT_LIMIT = "--max-input-mib"
 _HELP_WIDTH = 78
 #: Packages that are installed with an extra, and the name of that extra.
-_EXTRAS = {
+_PIP_EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "rich"), "report"),
     **dict.fromkeys(("megatron", "torch"), "train"),
     **dict.fromkeys(("starlette", "uvicorn"), "ui"),
@@ -122,9 +122,9 @@ def in_a_line(fault: Exception) -> str | None:
         text = f"the files cannot be reached: {fault}"
     elif isinstance(fault, FileNotFoundError) or (isinstance(fault, OSError) and fault.filename is not None):
         text = f"{fault.filename or 'the working directory'} cannot be read: {fault.strerror}"  # os.getcwd names none
-    elif isinstance(fault, ImportError) and (package := (fault.name or "").partition(".")[0]) in _EXTRAS:
+    elif isinstance(fault, ImportError) and (package := (fault.name or "").partition(".")[0]) in _PIP_EXTRAS:
         is_there = sys.modules.get(package) is not None  # in a version that lacks a part
-        text = f"needs {'a later ' * is_there}{package}: pip install 'megaprof[{_EXTRAS[package]}]'"
+        text = f"needs {'a later ' * is_there}{package}: pip install 'megaprof[{_PIP_EXTRAS[package]}]'"
         text += ", in another environment if something in this one needs the version that it has" * is_there
     return None if text is None else printable(text)
 

@@ -136,12 +136,12 @@ class Listener:
     def start(self) -> bool:
         """Looks every now and then on the background thread. Returns False, and does nothing, if another session of
         this process has a listener in the same directory."""
-        if self.path in process.answers:
+        if self.path in process.listeners:
             logger.warning(
                 "megaprof: another model of this process already answers in %s; give install_hooks a role", self.path
             )
             return False
-        process.answers[self.path] = self
+        process.listeners[self.path] = self
         process.background.add(self.look, self.every)
         return True
 
@@ -393,5 +393,5 @@ class Listener:
     def _ends(self) -> None:
         self.closed = True
         process.background.remove(self.look)
-        if process.answers.get(self.path) is self:
-            del process.answers[self.path]
+        if process.listeners.get(self.path) is self:
+            del process.listeners[self.path]

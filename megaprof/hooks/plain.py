@@ -127,7 +127,7 @@ class PlainSteps:
         own: activation checkpointing runs a part of the model forward again, and then calls this for its backward."""
 
         def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-            return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self._microbatch)
+            return codes.phase(codes.BACKWARD, self._microbatch, 0)
 
         hooked = ranged(original, self._dispatcher, code)
 

@@ -70,14 +70,11 @@ def _cgroups(proc: Path) -> Iterator[tuple[Path, int]]:
             mounts[2 if kind == "cgroup2" else 1] = fields[3], Path(fields[4])
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        version = 2 if not controllers else 1 if "memory" in controllers.split(",") else None
-        if version not in mounts or version is None:
+        version = int("memory" in controllers.split(",")) if controllers else 2
+        if version not in mounts:
             continue
         root, mount = mounts[version]
-        relative_path = (
-            os.path.relpath(path, root) if root == "/" or path == root or path.startswith(root + "/") else "."
-        )
-        group = mount if relative_path.startswith("..") else (mount / relative_path)
+        group = mount / os.path.relpath(path, root) if Path(path).is_relative_to(root) else mount
         for level in (group, *group.parents):
             yield level, version
             if level == mount:

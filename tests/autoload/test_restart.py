@@ -37,7 +37,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
                 assert first is again, "nothing moved"
                 assert session.coords == coordinates()[0]
                 assert session.timeline is not None
-                own = process.answers[tmp_path / "control"]
+                own = process.listeners[tmp_path / "control"]
                 own.look()
             said = places.read(paths.status(rank), RankStatus)
             assert (said.rank, said.coords["pp"], said.ended) == (rank, rank // 2, False)
@@ -47,5 +47,5 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
     finally:
         for session in process.sessions.copy():
             profiler.leave(session)
-    assert tmp_path / "control" not in process.answers
+    assert tmp_path / "control" not in process.listeners
     assert schedules.forward_backward_pipelining_without_interleaving is untouched

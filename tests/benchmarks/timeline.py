@@ -274,7 +274,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             step()
         with install_hooks([model], _config(directory, collectives)) as handle:
             timeline = None if handle._session is None else handle._session.timeline
-            listeners = [*process.answers.values()]
+            listeners = [*process.listeners.values()]
             if timeline is None or not listeners:
                 raise RuntimeError("no timeline, or no status")
             for _ in range(20):

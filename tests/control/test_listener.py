@@ -40,7 +40,7 @@ from tests.control import places
 
 def _without_a_thread(listener: Listener) -> bool:
     """What `Listener.start` does, but nobody looks."""
-    process.answers[listener.path] = listener
+    process.listeners[listener.path] = listener
     return True
 
 
@@ -49,7 +49,7 @@ class Job:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.handle = handle
-        self.listener: Listener = next(iter(process.answers.values()))
+        self.listener: Listener = next(iter(process.listeners.values()))
         self.paths = places.Paths.of(Path(handle.config.dir), None, 1)
         self.forward_backward = get_forward_backward_func()
         self.gpt = gpt
@@ -411,7 +411,7 @@ def test_a_directory_that_does_not_answer_at_first(
     monkeypatch.setattr(Listener, "start", _without_a_thread)
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
     with install_hooks(one_rank.chunks, config):
-        (listener,) = process.answers.values()
+        (listener,) = process.listeners.values()
         with monkeypatch.context() as failing:
             fault = OSError(5, "Input/output error")
             failing.setattr("megaprof.control.listener.write", lambda *given: (_ for _ in ()).throw(fault))

@@ -26,7 +26,7 @@ def _arm() -> None:
             finally:
                 sys.path.remove(home)
         megaprof.autoload.arming.arm()
-        megaprof.autoload.arming.watch()
+        megaprof.autoload.arming.log_at_end()
     except Exception as fault:
         print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
 
