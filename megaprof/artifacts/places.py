@@ -184,14 +184,9 @@ def check_remote(option: str, directory: str) -> None:
         raise ValueError(f"{option}: {directory!r} is a local directory; give its path alone: {path}")
     try:
         registry = importlib.import_module("fsspec.registry")
-    except ImportError as fault:
-        raise ValueError(f"{option}: {directory!r} needs the package fsspec, which is not installed") from fault
-    try:
         registry.get_filesystem_class(protocol)
-    except ImportError as fault:
-        module_name = str(registry.known_implementations.get(protocol, {}).get("class", "")).split(".")[0]
-        package = f"the package {module_name}" if module_name and module_name != "fsspec" else "a package"
-        raise ValueError(f"{option}: {directory!r} needs {package}, which is not installed ({fault})") from fault
+    except ImportError as fault:  # of fsspec, or fsspec's own, which says what to install
+        raise ValueError(f"{option}: {directory!r} needs a package that is not installed: {fault}") from fault
     except ValueError as fault:
         protocols = ", ".join(sorted(registry.known_implementations))
         raise ValueError(f"{option}: {directory!r} has an unknown protocol {protocol!r}; known: {protocols}") from fault

@@ -115,8 +115,6 @@ def _unreachable() -> Iterator[None]:
     """Turns every exception into Unreachable: each library below fsspec raises its own."""
     try:
         yield
-    except ImportError as fault:
-        raise Unreachable(f"a package is missing: {fault}") from None
     except Exception as fault:
         raise Unreachable(" ".join(f"{type(fault).__name__}: {fault}".split())[:300]) from None
 
