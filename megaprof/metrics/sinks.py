@@ -12,15 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
 from typing import Any
 
 from megaprof.control.directory import RunningJob
-from megaprof.formats.job import RunRecord
 from megaprof.metrics import Summary, summarise
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.isolation import logger
 
-#: Ranks that one look reads. In a larger world each look reads others, evenly from all of it.
+#: Ranks that one look reads. In a larger world each look reads others, drawn at random.
 MOST_RANKS = 1024
 #: Status files that are read a second, at most.
 READ_RATE = 50
@@ -135,7 +135,6 @@ class Overview:
         self.every = max(LEAST_SECONDS, min(coords.sizes.world, MOST_RANKS) / READ_RATE)
         """Seconds from one look to the next."""
         self._role, self._job, self._writers = role, job, writers
-        self._looks = 0
         self._broken: set[str] = set()
         self._otel: Callable[[Summary | None], None] | None = None
 
@@ -144,8 +143,8 @@ class Overview:
         working = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
         if not working or (job := self._job()) is None:
             return
-        statuses = job.statuses(self._ranks(job.run))
-        self._looks += 1
+        world = job.run.world
+        statuses = job.statuses(sorted(Random().sample(range(world), min(world, MOST_RANKS))))
         summary = summarise(job.run, [status for status in statuses.values() if not status.late(time.time())])
         for name, sink in working:
             try:
@@ -170,13 +169,3 @@ class Overview:
                 logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)
         if self._otel is not None:
             yield "OpenTelemetry", self._otel
-
-    def _ranks(self, run: RunRecord) -> list[int]:
-        """Returns all ranks, or in a large world every n-th one of each stage, beginning with another one each time."""
-        stride = math.ceil(run.world / MOST_RANKS)
-        layout, sizes = run.layout, run.sizes
-        if stride == 1 or layout is None:
-            return list(range(self._looks % stride, run.world, stride))
-        chosen = range(self._looks % stride, run.world // sizes.pp, stride)
-        places = ((i % sizes.tp, i // sizes.tp % sizes.cp, i // sizes.tp // sizes.cp) for i in chosen)
-        return [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp in places for pp in range(sizes.pp)]
