@@ -182,8 +182,6 @@ def test_a_text_cannot_fill_the_memory(text):
 
 
 def test_number_of_pieces_is_checked():
-    with pytest.raises(ValueError, match="3 pieces, expected pp x vpp = 2 x 2 = 4"):
-        parse_layout("Et|t|tL", 2, 2)
     with pytest.raises(ValueError, match="3 pieces, expected a multiple of pp=2"):
         parse_layout("Et|t|tL", 2)
 
