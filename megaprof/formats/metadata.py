@@ -9,13 +9,10 @@ range.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from megaprof.formats.inputs import read_input
-from megaprof.formats.names import is_shard
 from megaprof.parallel.schedules import Placement
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
@@ -216,19 +213,3 @@ def read_metadata(data: bytes) -> Metadata:
         if not 0 <= getattr(coords, axis) < getattr(coords.sizes, axis):
             raise ValueError(f"coords: {axis}={getattr(coords, axis)} is outside its size")
     return metadata
-
-
-def read_sidecar(path: Path) -> Metadata:
-    """Reads the metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
-    try:
-        document = msgspec.json.decode(read_input(path), type=dict[str, msgspec.Raw])
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    return read_metadata(bytes(document.get("megaprof", b"null")))
-
-
-def sidecars(directory: Path) -> list[Path]:
-    """Returns every ``.nsys.json`` that may belong to a file of nsys in ``directory``: in it, and in its shards."""
-    entries = [*directory.iterdir()]
-    entries += [path for shard in entries if is_shard(shard.name) and shard.is_dir() for path in shard.iterdir()]
-    return sorted(path for path in entries if path.name.endswith(NSYS_SUFFIX) and not path.name.startswith("."))

@@ -26,6 +26,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,9 +36,9 @@ from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import activities, without_kernels, without_times
 from megaprof.analysis.trace.traces import SQLITE, Trace, TracedRange, within
 from megaprof.formats import ranges
-from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input
-from megaprof.formats.metadata import Metadata, read_sidecar, sidecars
-from megaprof.formats.names import parse_artifact_name, sanitise, temporary_path
+from megaprof.formats.inputs import RemotePath, local_copy, most_bytes, open_input, read_input
+from megaprof.formats.metadata import NSYS_SUFFIX, Metadata, read_metadata
+from megaprof.formats.names import is_shard, parse_artifact_name, sanitise, temporary_path
 from megaprof.parallel.topology import AXES
 
 _NO_RANGES = "it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx"
@@ -279,7 +280,7 @@ class NsysFile:
         self._read: dict[Path, Metadata] = {}
         self._notes: list[Note] = []
         self._sidecars = [
-            (name, each) for each in sidecars(self._path.parent) if (name := parse_artifact_name(each.name))
+            (name, each) for each in _sidecars(self._path.parent) if (name := parse_artifact_name(each.name))
         ]
         with _opened(self._path) as tables:
             about = dict(_columns(tables, "TARGET_INFO_SYSTEM_ENV", "name", "value"))
@@ -365,7 +366,7 @@ class NsysFile:
                 continue
             if path not in self._read:
                 try:
-                    self._read[path] = read_sidecar(path)
+                    self._read[path] = _read_sidecar(path)
                 except (OSError, ValueError) as fault:
                     if (note := Note("skipped", files=(path.name,), said=str(fault))) not in self._notes:
                         self._notes.append(note)
@@ -376,6 +377,22 @@ class NsysFile:
             if metadata.target == outer.label and metadata.steps[0] <= step <= metadata.steps[1]:
                 return metadata
         return None
+
+
+def _read_sidecar(path: Path) -> Metadata:
+    """Reads the metadata in a ``.nsys.json`` of any origin. Raises ValueError and OSError."""
+    try:
+        document = msgspec.json.decode(read_input(path), type=dict[str, msgspec.Raw])
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return read_metadata(bytes(document.get("megaprof", b"null")))
+
+
+def _sidecars(directory: Path) -> list[Path]:
+    """Returns every ``.nsys.json`` that may belong to a file of nsys in ``directory``: in it, and in its shards."""
+    entries = [*directory.iterdir()]
+    entries += [path for shard in entries if is_shard(shard.name) and shard.is_dir() for path in shard.iterdir()]
+    return sorted(path for path in entries if path.name.endswith(NSYS_SUFFIX) and not path.name.startswith("."))
 
 
 def _events_of(path: Path, pid: int, window: tuple[int, int], base: int) -> Iterator[dict[str, Any]]:

@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from megaprof.analysis.report.drawn import boxes, of_simulation
+from megaprof.analysis.report.drawn import Row, StepTimeline, boxes
 from megaprof.analysis.report.report import TargetReport
 from megaprof.analysis.report.text.what_if import name_of
+from megaprof.analysis.simulation import Simulation
 from megaprof.analysis.what_if.changeable import (
     Changeable,
     StagesAfter,
     Tried,
     chosen,
-    moved,
     number_of,
     stages_after,
     tried,
     whole,
 )
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.layouts import format_layout, options_of
+from megaprof.analysis.what_if.layouts import Layout, format_layout, options_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.phrases import Unanswerable
+from megaprof.parallel.schedules import Pass
 
 #: The most layers of a piece that are drawn one by one.
 MOST_DRAWN = 24
@@ -92,10 +93,36 @@ def answer(changeable: Changeable, target: TargetReport, query: Mapping[str, str
         before=stages_after(target, changeable, captured),
         after=stages_after(target, changeable, now),
         options=options_of(target.framework, target.role, now.prediction.flags, stages),
-        boxes=boxes(of_simulation(now.simulation)) | {"end": end},
+        boxes=boxes(_drawn(now.simulation)) | {"end": end},
         chunks=len(now.setting.pieces) // stages,
         p2p=number_of(changeable.baseline.view.p2p_ms if p2p_ms is None else p2p_ms),
     )
+
+
+def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout:
+    """Returns a layout with one decoder layer (``t``), or all MTP layers (``m``), moved from one piece to another.
+
+    Raises ValueError if the piece has none, or if there is no such piece.
+    """
+    if not (0 <= source < len(pieces) and 0 <= target < len(pieces)) or letter not in ("t", "m"):
+        raise ValueError(f"there is no move of {letter} from piece {source} to piece {target}")
+    count = 1 if letter == "t" else pieces[source].count("m")
+    if pieces[source].count(letter) < max(count, 1):
+        raise ValueError(f"piece {source} has no {'decoder' if letter == 't' else 'MTP'} layer to give away")
+    changed = list(pieces)
+    changed[source] = changed[source].replace(letter, "", count)
+    changed[target] = "".join(each * (changed[target] + letter * count).count(each) for each in "EtmL")
+    return tuple(changed)
+
+
+def _drawn(replayed: Simulation) -> StepTimeline:
+    """Returns a simulated step. Its rows belong to no rank."""
+    stages: list[list[Pass]] = [[] for _ in range(replayed.schedule.stages)]
+    for box in replayed.events:
+        stages[box.stage].append(box)
+    whole = (0.0, 1e6 * replayed.step_ms)
+    rows = (Row(stage, None, whole, passes, 0) for stage, passes in enumerate(stages))
+    return StepTimeline(0, tuple(rows), replayed.schedule.chunks, ())
 
 
 def starts(predictions: WhatIf) -> list[tuple[Prediction, str]]:

@@ -14,7 +14,6 @@ from megaprof.analysis.diagnosis.stages import Stage, TargetStages
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankRow
 from megaprof.analysis.notes import Note
-from megaprof.analysis.simulation import Simulation
 from megaprof.analysis.table.iterations import UNKNOWN, median_iteration, spans_of
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.steps import TracedStep
@@ -145,16 +144,6 @@ def of_roles(reading: FleetReading, roles: Sequence[tuple[Key, RankRow]]) -> Ste
 
 def _of_clocks(measured: TargetStages) -> list[str]:
     return [note.text for note in measured.warnings if note.kind in ("clocks_aligned", "clocks_apart")]
-
-
-def of_simulation(replayed: Simulation) -> StepTimeline:
-    """Returns a simulated step. Its rows belong to no rank."""
-    stages: list[list[Pass]] = [[] for _ in range(replayed.schedule.stages)]
-    for box in replayed.events:
-        stages[box.stage].append(box)
-    whole = (0.0, 1e6 * replayed.step_ms)
-    rows = (Row(stage, None, whole, passes, 0) for stage, passes in enumerate(stages))
-    return StepTimeline(0, tuple(rows), replayed.schedule.chunks, ())
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:

@@ -341,22 +341,6 @@ def _milliseconds(text: str | None, captured: float) -> float | None:
     return ms
 
 
-def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout:
-    """Returns a layout with one decoder layer (``t``), or all MTP layers (``m``), moved from one piece to another.
-
-    Raises ValueError if the piece has none, or if there is no such piece.
-    """
-    if not (0 <= source < len(pieces) and 0 <= target < len(pieces)) or letter not in ("t", "m"):
-        raise ValueError(f"there is no move of {letter} from piece {source} to piece {target}")
-    count = 1 if letter == "t" else pieces[source].count("m")
-    if pieces[source].count(letter) < max(count, 1):
-        raise ValueError(f"piece {source} has no {'decoder' if letter == 't' else 'MTP'} layer to give away")
-    changed = list(pieces)
-    changed[source] = changed[source].replace(letter, "", count)
-    changed[target] = "".join(each * (changed[target] + letter * count).count(each) for each in "EtmL")
-    return tuple(changed)
-
-
 def split(pieces: Layout, stages: int, chunks: int) -> Layout:
     """Returns the same layers in another number of chunks per stage: as Megatron splits them, or as evenly as
     possible."""

@@ -15,14 +15,14 @@ from megaprof.agents.server import of_change
 from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.what_if import costs_line, memory, name_of
 from megaprof.analysis.samples import Interval
-from megaprof.analysis.what_if.changeable import Changeable, chosen, moved, split, stages_after, tried
+from megaprof.analysis.what_if.changeable import Changeable, chosen, split, stages_after, tried
 from megaprof.analysis.what_if.changes import Prediction, resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main, parser_of
 from megaprof.cli.what_if import answer_to, in_words
-from megaprof.ui.what_if import answer
+from megaprof.ui.what_if import answer, moved
 from tests.analysis.diagnosis.test_diagnose import HEALTHY
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
