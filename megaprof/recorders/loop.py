@@ -180,17 +180,17 @@ def measure_waits() -> Callable[[int], Waited | None] | None:
     from megaprof.formats.timeline import Waited  # brings numpy, which a process without hooks does not load
 
     thread = threading.get_native_id()
-    last_ns, last_waited = time.time_ns(), waited_ns(thread)
-    if last_waited is None:
+    last = time.time_ns(), time.monotonic_ns(), waited_ns(thread)
+    if last[2] is None:
         return None
 
     def read(since_ns: int) -> Waited | None:
-        nonlocal last_ns, last_waited
-        (before_ns, before), last_ns, last_waited = (last_ns, last_waited), time.time_ns(), waited_ns(thread)
-        if last_waited is None or before is None:
+        nonlocal last
+        (before_ns, began, before), last = last, (time.time_ns(), time.monotonic_ns(), waited_ns(thread))
+        if last[2] is None or before is None:
             return None
         # The system counts a wait when it is over, even if it began before the last reading.
-        length = last_ns - before_ns
-        return Waited((before_ns - since_ns) // 1000, length // 1000, min(last_waited - before, length) // 1000)
+        length = last[1] - began  # also where somebody sets the clock
+        return Waited((before_ns - since_ns) // 1000, length // 1000, min(last[2] - before, length) // 1000)
 
     return read

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
 
+from megaprof.recorders import loop
 from megaprof.recorders.loop import Collections, Parts
 
 
@@ -118,3 +120,13 @@ def test_a_collection_of_another_thread_hides_no_part() -> None:
     assert names(parts, began) == ["garbage_collection", "saving", "train_actor"]
     moments = [moment for _, begin, end in reversed(parts.since(began)) for moment in (begin, end)]
     assert moments == sorted(moments), "no two at once"
+
+
+def test_a_wait_for_a_core_is_none_that_somebody_makes_who_sets_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "waited_ns", lambda thread: 0)
+    read, now = loop.measure_waits(), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 10**10)
+    assert read is not None
+    assert (waited := read(0)) is not None
+    assert waited.waited == 0
+    assert waited.length >= 0
