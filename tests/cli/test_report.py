@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import ROOT, as_a_user, megaprof
 
@@ -33,6 +35,15 @@ def test_json_to_standard_output_is_nothing_but_json(traces):
     run = megaprof("report", traces, "--json", "-")
     assert (run.returncode, run.stderr) == (0, "")
     assert json.loads(run.stdout)["targets"][0]["slowest_stage"] == 0
+
+
+def test_a_target_whose_traces_are_gone_is_still_reported(traces):
+    """From the timelines of the steps around its windows."""
+    layout = WorldLayout(ParallelSizes(pp=2))
+    write_timelines(traces, layout, steps=10, target="train_log_probs", around_windows=True)
+    targets = json.loads(megaprof("report", traces, "--json", "-").stdout)["targets"]
+    assert [target["target"] for target in targets] == ["train_actor", "train_log_probs"]
+    assert targets[1]["fleet"] is None
 
 
 def test_json_to_a_file_replaces_an_older_report(traces, tmp_path):

@@ -265,9 +265,8 @@ def analyze(
     # The iterations of ranks that also train are those of their training.
     trains = [key for key, table in tabled.items() if isinstance(table, Table) and "backward" in table.schedule.kinds]
     training = {path for key in trains for path in fleet_reading.files_of(key)}
-    # Timelines of steps around windows complete the report on these windows, and are none of their own.
     also = {key[:2] for key in captured}
-    alone = [key for key in fleet_reading.series if key[:2] not in also and (key in by_key or not captured)]
+    alone = [key for key in fleet_reading.series if key[:2] not in also]
     targets, by_hand, roles = list[TargetReport](), list[Changeable | None](), list[tuple[Key, RankRow]]()
     draws: dict[int, Callable[[], StepTimeline]] = {}
     for key in sorted((*captured, *alone), key=order):
