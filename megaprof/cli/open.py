@@ -50,17 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merges the step, unless the file is merged already, and waits until the page has fetched it."""
     if arguments.dir.is_file() and is_merged(arguments.dir):
-        _hand_over(local_copy(arguments.dir))
+        _hand_over(local_copy(arguments.dir), f"drag {arguments.dir} into the page")
         return 0
     with tempfile.TemporaryDirectory(prefix="megaprof-") as directory:
         merged = merged_into(arguments, out := Path(directory) / "step.json.gz")
-        say_merged(merged, f"megaprof open {shlex.quote(str(arguments.dir))}")
-        _hand_over(out, f"{merged.name}.json.gz")
+        source = shlex.quote(str(arguments.dir))
+        say_merged(merged, f"megaprof open {source}")
+        instead = f"megaprof merge {source} -o FILE writes a file to drag into the page"
+        _hand_over(out, instead, f"{merged.name}.json.gz")
     return 0
 
 
-def _hand_over(path: Path, name: str | None = None) -> None:
-    """Serves the file until the page has fetched all of it."""
+def _hand_over(path: Path, instead: str, name: str | None = None) -> None:
+    """Serves the file until the page has fetched all of it. ``instead``: what to do if that is not possible."""
     # Other users of this machine can reach the port, but cannot guess the path.
     url_path = f"/{secrets.token_urlsafe(16)}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name or path.name)}"
     fetched = Event()
@@ -99,7 +101,7 @@ def _hand_over(path: Path, name: str | None = None) -> None:
             raise Unanswerable(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
         raise Unanswerable(
             f"port {PORT} is in use on this machine (by another megaprof open, or Perfetto's trace_processor), and "
-            f"{PAGE} can fetch from no other port. megaprof merge {path} -o FILE writes a file to drag into the page"
+            f"{PAGE} can fetch from no other port: {instead}"
         ) from None
     server.timeout = _LOOK_SECONDS
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a page that was closed may be opened again

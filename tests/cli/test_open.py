@@ -136,6 +136,7 @@ def test_a_port_in_use_is_one_line(traces: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"port {taken} is in use on this machine" in err
+    assert f": megaprof merge {traces} -o FILE" in err
     assert err.count("\n") == 1
 
 
