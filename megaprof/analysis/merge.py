@@ -32,7 +32,7 @@ from megaprof.analysis.trace.columns import KERNEL
 from megaprof.analysis.trace.decoding import Document, Undecodable
 from megaprof.analysis.trace.reading import Runs, Timelines, read, recordings_in, runs_in, traces_in
 from megaprof.analysis.trace.steps import TracedStep, grouped, steps_of
-from megaprof.analysis.trace.traces import NSYS_SUFFIXES, refusing
+from megaprof.analysis.trace.traces import MERGED, NSYS_SUFFIXES, refusing
 from megaprof.formats import ranges
 from megaprof.formats.inputs import BrokenOff, unpacked
 from megaprof.formats.metadata import Metadata
@@ -41,9 +41,6 @@ from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Coords
 from megaprof.version import __version__
-
-#: The key of the object that marks a file as a merged timeline.
-MARK = "megaprofMerge"
 
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
 _BUFFER = 1 << 20
@@ -305,7 +302,7 @@ def _write(
         base = ranks[0].base
         clocks = {str(rank): ns for rank, ns in offset_ns.items()}
         names = {"version": __version__, "target": name.target, "role": name.role or None, "step": name.step}
-        header = {MARK: {**names, "offset_ns": clocks}, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+        header = {MERGED: {**names, "offset_ns": clocks}, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
         file.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[')
         for position, rank in enumerate(ranks):
             at, host, dropped = rank.coords, rank.ends.metadata.host, 0
@@ -398,7 +395,7 @@ def _time(event: Any) -> int | None:
 def is_merged(path: Path) -> bool:
     """Returns whether the file is a merged timeline of megaprof's."""
     try:
-        return next(unpacked(path), b"").startswith(b'{"' + MARK.encode())
+        return next(unpacked(path), b"").startswith(b'{"' + MERGED.encode())
     except (OSError, BrokenOff):
         return False
 
@@ -437,7 +434,8 @@ def _choose(
         except Undecodable as fault:
             warnings.append(Note("skipped", files=(file.name,), said=str(fault)))
     if not captures:
-        raise Unanswerable("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
+        none = f"{source} holds no trace of megaprof's" + ", but timelines (megaprof report)" * bool(timelines.paths)
+        raise Unanswerable("; ".join(filter(None, (none, brief(warnings)))))
     runs, steps_of_other_runs = _runs_of(timelines, captures, run)
     captures = {name: files for name, files in captures.items() if name not in steps_of_other_runs}
     matching_steps = [
@@ -459,6 +457,8 @@ def _choose(
     merged_ranks = captured_ranks = {coords.rank for _, coords in files}
     if ranks is not None:
         merged_ranks = {coords.rank for _, coords in files if ranks.selects(coords)}
+        if absent := ranks.absent([coords for _, coords in files]):
+            warnings.append(Note("incomplete", said=f"not captured, and so not merged: {absent}"))
     elif len(captured_ranks) > MOST_RANKS:
         of_stages = grouped((coords for _, coords in files), lambda coords: coords.pp).values()
         merged_ranks = {min(coords.rank for coords in of_stage) for of_stage in of_stages}

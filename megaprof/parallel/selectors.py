@@ -14,7 +14,7 @@ world.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from megaprof.parallel.topology import AXES, Coords, ParallelSizes, WorldLayout
@@ -53,6 +53,17 @@ class Selector:
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)
         return all(_holds(spans, getattr(coords, axis)) for axis, spans in self.axes)
+
+    def absent(self, there: Collection[Coords]) -> str:
+        """Returns the numbers and positions of this selection that none of these ranks has, as text."""
+        clauses = []
+        for axis, spans in self.axes if self.rank_spans is None else (("rank", self.rank_spans),):
+            found = sorted({getattr(coords, axis) for coords in there})
+            edges = zip((-1, *found), (*found, spans[-1][1] + 1), strict=True)
+            gaps = [(max(low + 1, a), min(high - 1, b)) for low, high in edges for a, b in spans]
+            if gaps := [gap for gap in gaps if gap[0] <= gap[1]]:
+                clauses.append(f"{axis}={join_spans(_merge(gaps), '|')}")
+        return ",".join(clauses)
 
     def ranks(self, sizes: ParallelSizes, layout: WorldLayout | None) -> list[int] | None:
         """Returns all selected global ranks of a world, ascending; None for a selection by coordinates whose layout is

@@ -11,8 +11,9 @@ from collections import Counter
 
 import pytest
 
-from megaprof.analysis.merge import MARK, merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.trace.reading import NoSuchRun
+from megaprof.analysis.trace.traces import MERGED
 from megaprof.formats.phrases import Unanswerable
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging, write
@@ -115,7 +116,7 @@ def test_clocks_are_aligned_and_arrows_lead_from_sends_to_receives(tmp_path, ahe
     }
     (steps,) = [[e for e in document["traceEvents"] if "step=" in e["name"]]]
     assert abs(steps[0]["ts"] - steps[1]["ts"]) <= 100  # microseconds; both began at the same moment
-    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + ahead) <= 0.1
+    assert abs(document[MERGED]["offset_ns"]["1"] / 1e6 + ahead) <= 0.1
     (told,) = result.clocks
     assert re.fullmatch(r"host node-1: clock \d+\.\d{3} ms (ahead|behind), ±0\.\d{3} ms", told)
     assert not ahead or ("ahead" in told) == (ahead > 0)
@@ -363,4 +364,4 @@ def test_on_a_gpu_arrows_lead_from_kernel_to_kernel(tmp_path):
         ("forward mb=0 chunk=0", 1, nccl, 2, nccl),
         ("backward mb=0 chunk=0", 2, nccl, 1, nccl),
     }
-    assert abs(document[MARK]["offset_ns"]["1"] / 1e6 + 7) <= 0.1
+    assert abs(document[MERGED]["offset_ns"]["1"] / 1e6 + 7) <= 0.1

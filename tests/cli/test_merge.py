@@ -7,8 +7,11 @@ from dataclasses import asdict
 
 import pytest
 
-from megaprof.parallel.topology import ParallelSizes
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis import scenarios
 from tests.analysis.exchanging import exchanging, write
+from tests.analysis.job_timelines import write_timelines
+from tests.analysis.scenarios import Scenario
 from tests.cli.running import megaprof
 
 
@@ -50,6 +53,10 @@ def test_of_many_ranks_the_lowest_of_each_stage_are_merged_unless_others_are_ask
     for selection, count in (("dp=0|7", 4), ("pp=1,dp=3-5", 3), ("1003", 1), ("all", 80)):
         run = megaprof("merge", directory, "-o", out, "--ranks", selection)
         assert f"{count} rank" in run.stdout
+    for selection, absent in (("1003,1200,2000-4000", "rank=1200|2000-4000"), ("dp=0|40-99,pp=1-2", "pp=2,dp=40-99")):
+        run = megaprof("merge", directory, "-o", out, "--ranks", selection, "--json")
+        assert (run.returncode, len(json.loads(run.stdout)["ranks"])) == (0, 1)
+        assert any(absent in warning for warning in json.loads(run.stdout)["warnings"])
     run = megaprof("merge", directory, "-o", out, "--ranks", "0-9")
     assert run.returncode == 1
     assert "captured on 80 ranks, and none of them is in '0-9'" in run.stderr
@@ -87,6 +94,21 @@ def test_no_trace_is_overwritten(traces):
     run = megaprof("merge", traces, "-o", path)
     assert (run.returncode, path.read_bytes()) == (2, before)
     assert "not overwritten" in run.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "merge"])
+def test_a_merged_timeline_is_no_recording_of_a_rank(command, tmp_path):
+    """Its GPU kernels are those of several ranks."""
+    scenarios.write(Scenario("even", layers=(2, 2), microbatches=4), traces := tmp_path / "traces")
+    megaprof("merge", traces, "-o", tmp_path / "step.json")
+    run = megaprof(command, tmp_path / "step.json", *(["-o", tmp_path / "again.json"] * (command == "merge")))
+    assert (run.returncode, "holds copies of several traces" in run.stderr) == (1, True)
+
+
+def test_timelines_alone_are_said_to_be_some(tmp_path):
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=2)), steps=8)
+    run = megaprof("merge", tmp_path, "-o", tmp_path / "out.json")
+    assert (run.returncode, "but timelines" in run.stderr) == (1, True)
 
 
 def test_an_empty_directory_is_one_line(tmp_path):

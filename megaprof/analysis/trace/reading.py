@@ -33,6 +33,7 @@ from megaprof.analysis.trace.columns import Events, KinetoEvents
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.steps import TracedStep, steps_of
 from megaprof.analysis.trace.traces import (
+    COPIES,
     NOT_OURS,
     NSYS_SUFFIXES,
     SQLITE,
@@ -124,7 +125,7 @@ def read(path: Path) -> Reading:
     if steps:
         return Reading(path, steps, warnings)
     others, why = [], None
-    if events and not traces:  # no event was taken
+    if events and not traces and reason != COPIES:  # no event was taken
         others, why = import_module(OTHERS).recordings_in(path, events)
     skipped = Note("skipped", files=(path.name,), said=why if why and reason == NOT_OURS else reason)
     return Reading(path, (), warnings, skipped, tuple(others))

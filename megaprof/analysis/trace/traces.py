@@ -39,10 +39,13 @@ TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 NSYS_SUFFIXES = SQLITE, REPORT = ".sqlite", ".nsys-rep"
 
 _COMMUNICATING = ("c10d::", COMMUNICATES)
+#: The key of the object that marks a file as a merged timeline.
+MERGED = "megaprofMerge"
 #: Top-level values that are read besides the events; the last one only in recordings by others.
-_TOP = ("megaprof", "deviceProperties", ranges.GRAPHS_KEY, "distributedInfo")
+_TOP = ("megaprof", MERGED, "deviceProperties", ranges.GRAPHS_KEY, "distributedInfo")
 #: Why a trace of another tool is no trace of ours.
 NOT_OURS = "it was not written by megaprof (no `megaprof` metadata): nothing in it shows a stage"
+COPIES = "it holds copies of several traces, by megaprof merge: name the directory of these traces"
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def trace_of(path: Path, events: KinetoEvents) -> Trace:
     """Returns the trace of ours that a file holds. Raises Undecodable, and then takes none of the events."""
     document = events.document
     if "megaprof" not in document.top:
-        raise Undecodable(document.cut or NOT_OURS)
+        raise Undecodable(COPIES if MERGED in document.top else document.cut or NOT_OURS)
     try:
         metadata = read_metadata(bytes(document.top["megaprof"]))
     except ValueError as fault:

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megaprof.analysis.merge import MARK, merge
+from megaprof.analysis.merge import merge
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.table.table import Table
+from megaprof.analysis.trace.traces import MERGED
 from tests.analysis.tables import tables_in
 from tests.analysis.truth import files
 from tests.analysis.truth.drawing import draw
@@ -63,7 +64,7 @@ def test_a_merged_timeline_is_on_the_clock_of_the_table(recording: str) -> None:
         priced = Priced(replace(pipeline(), recording=recording))
         files.write(priced.pipeline, priced.run(priced.all), Path(directory))
         merged = merge(Path(directory), Path(directory) / "merged.json")
-        header = json.loads((Path(directory) / "merged.json").read_bytes())[MARK]
+        header = json.loads((Path(directory) / "merged.json").read_bytes())[MERGED]
         (table,) = tables_in(Path(directory)).values()
     assert isinstance(table, Table)
     places = {int(rank): place for place, rank in np.ndenumerate(table.ranks)}
