@@ -23,7 +23,7 @@ from typing import NoReturn, TextIO
 import msgspec
 
 from megaprof.formats import inputs
-from megaprof.formats.inputs import Unreachable
+from megaprof.formats.inputs import RemotePath, Unreachable, path_of
 from megaprof.formats.phrases import Unanswerable, json_of, printable
 from megaprof.version import __version__
 
@@ -154,6 +154,14 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda completed, total: bar.update(task, completed=completed, total=total)
+
+
+def local(text: str) -> Path:
+    """Returns a path on this machine. Raises ArgumentTypeError for an address, ``-`` and nothing."""
+    path = path_of(text)
+    if isinstance(path, RemotePath) or text in ("-", ""):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid: a path on this machine")
+    return path
 
 
 @contextmanager

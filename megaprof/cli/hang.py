@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaprof.analysis.hang import Hang, hang_of
 from megaprof.analysis.report.text.sentences import hang_sentences
-from megaprof.cli import UNWELL, print_json, say
+from megaprof.cli import UNWELL, local, print_json, say
 from megaprof.cli.look import collectives, ending_sentences, look_at, verdict, waiting_clauses
 from megaprof.control.directory import find_job
 from megaprof.formats.job import CONTROL
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir",
         metavar="DIR",
-        type=Path,
+        type=local,
         help="a job's --profile-dir, or a directory with the dumps of one hang: one per rank, with names that end in "
         "the rank, pickled (as torch's watchdog writes them) or JSON",
     )

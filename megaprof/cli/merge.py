@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaprof.analysis.merge import MergeAnswer, merge
 from megaprof.analysis.trace.reading import NoSuchRun
-from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
+from megaprof.cli import UsageError, add_input_option, local, print_json, progress, say, writing
 from megaprof.formats.inputs import path_of
 from megaprof.formats.phrases import counted, of_several
 from megaprof.parallel.selectors import OPTION, parse_selector
@@ -23,7 +23,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, "directory of captured traces or files of nsys, or a single one")
     parser.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, required=True, help="file to write, gzipped if its name ends in .gz"
+        "-o", "--out", metavar="FILE", type=local, required=True, help="file to write, gzipped if its name ends in .gz"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

@@ -14,7 +14,7 @@ import msgspec
 from megaprof.analysis.report.report import Report, analyze
 from megaprof.analysis.report.text.sentences import standstill_findings
 from megaprof.analysis.trace.reading import NoSuchRun, Workers
-from megaprof.cli import UsageError, add_input_option, progress, writing
+from megaprof.cli import UsageError, add_input_option, local, progress, writing
 from megaprof.cli.look import last_stand
 from megaprof.cli.open import browser_is_here, fetching, opened_in_browser
 from megaprof.formats.inputs import RemotePath, path_of, read_input
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; '-' prints it instead of tables")
     html = "also write the report as one HTML file, with a drawing of the pipeline"
-    parser.add_argument("--html", metavar="FILE", type=Path, help=html)
+    parser.add_argument("--html", metavar="FILE", type=local, help=html)
     parser.add_argument(
         "--open", action="store_true", help="open the HTML file in the browser (a temporary one without --html)"
     )

@@ -17,7 +17,7 @@ from megaprof.analysis.hang import Hang
 from megaprof.analysis.report.tables import Column, TableView, row
 from megaprof.analysis.report.text.sentences import hang_sentences
 from megaprof.analysis.words import number, percent, ranks
-from megaprof.cli import UNWELL, UsageError, print_json, say
+from megaprof.cli import UNWELL, UsageError, local, print_json, say
 from megaprof.cli.look import State, View, collectives, ending_sentences, look_at, silence, verdict, waiting_clauses
 from megaprof.control.blame import WaitedFor
 from megaprof.control.directory import RunningJob, Unsafe, find_job, roles_with_a_run
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"Exit code: 0 if the job runs or is starting; {UNWELL} if it appears to hang, or some or all of its ranks "
         "have died or are silent; 1 if there is no job, or it has ended; 2 if the arguments make no sense."
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
+    parser.add_argument("dir", metavar="DIR", type=local, help="the job's --profile-dir")
     parser.add_argument("--role", help="role, if several share the --profile-dir")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every rank instead of text")
     parser.add_argument(
@@ -253,7 +253,9 @@ def _show_table(view: View) -> None:
     rows = []
     if by_rank := view.job.run.world <= _LINES:
         for rank, status in sorted(view.statuses.items()):
-            times = number(status.step_ms), number(status.compute_ms)
+            # Where some ranks keep a timeline, the others know only the time from one step to the next.
+            known = status.recent is not None or view.summary.recent is None
+            times = number(status.step_ms if known else None), number(status.compute_ms)
             rows.append(row(rank, status.coords["pp"], status.last_step, *times, _where([status], view.now)))
     for stage in () if by_rank else view.summary.stages:
         members = [status for status in view.statuses.values() if status.coords["pp"] == stage.pp]

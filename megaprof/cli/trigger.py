@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from megaprof.cli import UsageError, print_json, say
+from megaprof.cli import UsageError, local, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.values import BUILTIN, TARGETS
 from megaprof.control.request import OPTIONS, SELECT, STEPS, TIMEOUT, Requester, requester_for
@@ -26,7 +25,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
+    parser.add_argument("dir", metavar="DIR", type=local, help="the job's --profile-dir")
     parser.add_argument("--target", required=True, help=f"what to capture: {' | '.join(TARGETS)}")
     parser.add_argument("--steps", type=int, default=STEPS, help="number of steps (default: %(default)s)")
     parser.add_argument("--select", default=SELECT, help="ranks, as in --profile-select (default: %(default)s)")

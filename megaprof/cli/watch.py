@@ -7,13 +7,13 @@ import math
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.tables import TableView
 from megaprof.analysis.report.views import iterations_table
 from megaprof.analysis.words import number, percent, ratio
+from megaprof.cli import local
 from megaprof.cli.look import View, look_at, silence, stages_table, verdict, waiting_clauses
 from megaprof.cli.status import find
 from megaprof.control.directory import find_job
@@ -32,7 +32,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
+    parser.add_argument("dir", metavar="DIR", type=local, help="the job's --profile-dir")
     parser.add_argument("--role", help="role, if several share the --profile-dir")
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
 

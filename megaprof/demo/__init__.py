@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import INTERRUPTED, TERMINATED, UsageError
+from megaprof.cli import INTERRUPTED, TERMINATED, UsageError, local
 from megaprof.cli.report import report_directory
 from megaprof.config.values import TRAIN_ACTOR
 from megaprof.control.directory import find_job
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"training steps; up to {_CAPTURED} towards the end are captured (default: {_STEPS}; with --live, no "
         "limit)",
     )
-    parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
+    parser.add_argument("--out", type=local, default=None, help="new directory for traces and report")
 
 
 def run(args: argparse.Namespace) -> int:

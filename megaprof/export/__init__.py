@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaprof.cli import UsageError, add_input_option, print_json, progress, say, writing
+from megaprof.cli import UsageError, add_input_option, local, print_json, progress, say, writing
 from megaprof.formats.inputs import path_of
 from megaprof.formats.phrases import Unanswerable, counted
 
@@ -24,7 +24,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=path_of, help="directory of timelines, or one timeline")
     parser.add_argument(
-        "--parquet", metavar="FILE", type=Path, required=True, help="file to write, which must not exist yet"
+        "--parquet", metavar="FILE", type=local, required=True, help="file to write, which must not exist yet"
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name in the job's control file)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -12,7 +12,7 @@ import msgspec
 from megaprof.analysis import words
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import Report
-from megaprof.cli import UsageError, writing
+from megaprof.cli import UsageError, local, writing
 from megaprof.cli.run import resolve
 from megaprof.formats.names import appearing
 from megaprof.rehearse import links, rehearsal
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof rehearse --world N [--links LINK ...] [--out DIR] -- COMMAND [ARGUMENT ...]"
     parser.add_argument("--world", type=int, default=0, metavar="N", help="ranks of the job")
-    parser.add_argument("--out", type=Path, default=Path("rehearsed"), help="new directory (default: rehearsed)")
+    parser.add_argument("--out", type=local, default=Path("rehearsed"), help="new directory (default: rehearsed)")
     parser.add_argument(
         "--links",
         nargs="+",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-host", type=int, default=_PER_HOST, metavar="N", help=f"(default: {_PER_HOST})")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a stage to measure (default: {_STEPS})")
     parser.add_argument("--saving-off", metavar="WORDS", help="words that turn saving off, as for megaprof tune")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="compare --out with a capture, and keep its links")
+    parser.add_argument("--against", type=local, metavar="DIR", help="compare --out with a capture, and keep its links")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 

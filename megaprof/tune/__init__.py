@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.policy import RERUN
 from megaprof.analysis.report.html import date, environment, static
 from megaprof.analysis.report.tables import Column, TableView, table
 from megaprof.analysis.report.terminal import heading, show_table, show_warnings, text
-from megaprof.cli import FAILED, TERMINATED, UsageError, print_json, progress, writing
+from megaprof.cli import FAILED, TERMINATED, UsageError, local, print_json, progress, writing
 from megaprof.cli.run import resolve
 from megaprof.config.options import flag
 from megaprof.config.values import parse_limit
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help=f"training steps to measure in each run (default: {_STEPS})")
     parser.add_argument(
-        "--out", type=Path, default=Path("tuned"), help="directory for the trials and the result (default: tuned)"
+        "--out", type=local, default=Path("tuned"), help="directory for the trials and the result (default: tuned)"
     )
     parser.add_argument(
         "--time-limit",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--next",
         nargs="?",
         const=Path(),
-        type=Path,
+        type=local,
         metavar="DIR",
         help="run nothing; read what the last printed command wrote (from DIR, if you moved it), and print the next "
         "command to submit",

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megaprof.cli import UsageError, add_input_option
+from megaprof.cli import UsageError, add_input_option, local
 from megaprof.cli.open import browser_is_here, forwarding, opened_in_browser
 from megaprof.formats.phrases import Unanswerable, printable
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The server listens on 127.0.0.1 only and answers only with the address that it prints. It changes nothing, "
         "except that with --allow-trigger the live page can make a running job capture. Ctrl-C ends it."
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a --profile-dir, or a directory that contains several")
+    parser.add_argument("dir", metavar="DIR", type=local, help="a --profile-dir, or a directory that contains several")
     parser.add_argument("--port", type=int, metavar="N", help=f"port (default: the first free one from {PORT} on)")
     parser.add_argument("--allow-trigger", action="store_true", help="let the live page make a running job capture")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")

@@ -208,6 +208,19 @@ def test_without_a_timeline_it_is_known_how_often_a_step_begins(job: Job, capsys
     assert "one step every 200 ms" in capsys.readouterr().out
 
 
+def test_the_time_from_one_step_to_the_next_stands_in_no_column_of_steps(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 keeps no timeline."""
+    calls = [{"target": "train_actor", "begun": 5, "step": 4, "seconds": 0.777}]
+    job.status(0, recent=recent(200.0, 100.0), calls=calls)
+    job.status(1, calls=calls)
+    assert status(job) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "0", "4", "200", "100"] in [row[:5] for row in rows]
+    assert "777" not in next(row for row in rows if row[:3] == ["1", "1", "4"])
+
+
 def test_before_the_first_step_there_are_no_figures(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         job.status(rank, calls=[{"target": "train_actor", "begun": 1, "step": 0}])
