@@ -193,7 +193,9 @@ class TimelineFiles:
             return []
         try:
             numbers = max(len(self._descriptions), len(self._shapes)) + len(steps)
-            data = b"" if self._file is None or numbers > format.MOST_NUMBERS else self._records(steps)
+            # A file that somebody removed keeps nothing that comes now.
+            gone = self._file is None or not os.fstat(self._file).st_nlink
+            data = b"" if gone or numbers > format.MOST_NUMBERS else self._records(steps)
             if not data or self._size + len(data) > self._largest:
                 self._end_file()
                 self._begin_file(steps[0].begun[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shutil
 from array import array
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,17 @@ def test_a_write_that_fails_half_way_is_taken_back(
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
     assert [(r.damage, r.steps["step"].tolist()) for r in read] == [(None, [0]), (None, [3])]
+
+
+def test_behind_a_file_that_was_removed_comes_another(tmp_path: Path) -> None:
+    timeline = TimelineFiles(tmp_path / "run", None, COORDS, 1 << 20)
+    append(timeline, 1)
+    shutil.rmtree(tmp_path / "run")
+    append(timeline, 2)
+    append(timeline, 3)
+    timeline.close()
+    (path,) = (tmp_path / "run").iterdir()
+    assert read_timeline(path).steps["step"].tolist() == [2, 3]
 
 
 def test_a_disk_that_stays_full_costs_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
