@@ -71,7 +71,7 @@ def on(**fields: Any) -> ProfileConfig:
 
 def test_what_holds_tensors_is_the_torch_profiler() -> None:
     assert on(record_shapes=True, with_stack=True).holding == ("record_shapes", "with_stack")
-    assert on(tool=("memory",), with_stack=True).holding == ()
+    assert on(tool=("nsys",), with_stack=True).holding == ()
 
 
 @pytest.mark.usefixtures("_world")
