@@ -95,7 +95,7 @@ CASES = {
     "2 stages, computing": Case(
         "Ettttt|tttL",
         ("--compute", "--hidden-size", "256", "--seq-length", "512", "--global-batch-size", "4"),
-        others=("Etttt|ttttL", "Et|ttt|ttt|tL", "E|t|tt|tt|tt|tL"),
+        others=("Etttt|ttttL", "Et|ttt|ttt|tL", "E|t|tt|tt|tt|tL", "E|t|t|t|t|t|tt|tL"),
     ),
 }
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run (default: 8)")
-    parser.add_argument("--turns", type=int, default=60, help="measured steps, where layers compute (default: 60)")
+    parser.add_argument("--turns", type=int, default=40, help="measured steps, where layers compute (default: 40)")
     parser.add_argument("--others", type=int, default=2, help="layouts that run beside (default: 2)")
     parser.add_argument("--out", type=Path, default=None, help="keep the files there")
     options = parser.parse_args()
