@@ -49,6 +49,8 @@ class Activities:
     pairwise: npt.NDArray[np.bool_]
     """True for kernels of NCCL's in which ranks send to and receive from each other, for an all-to-all or for the
     pipeline."""
+    direction: npt.NDArray[np.int8]
+    """1 for kernels that only send, 2 for those that only receive, 0 for others."""
     node: npt.NDArray[np.int64]
     """The CUDA graph node that each activity ran, as `formats.ranges` counts them; 0 if no graph launched it."""
     name: npt.NDArray[np.int32]
@@ -89,6 +91,7 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Numbers]:
         for said in events.said
     ]
     peers = np.array(has_peers, dtype=np.bool_)[on_gpu.said]
+    directions = [{"send": 1, "recv": 2}.get(said.collective or "", 0) for said in events.said]
     collective = ~kernel & (on_gpu.external != on_gpu.correlation) & peers
     use = np.where((by_name < 0) | collective, by_group, by_name)
     spans, launched = on_gpu.spans + events.base, on_gpu.spans[:, 0] + events.base
@@ -115,6 +118,7 @@ def activities(events: Events, sizes: object) -> tuple[Activities, Numbers]:
         use=use[order],
         kernel=kernel[order],
         pairwise=(by_name == BY_GROUP_PAIRWISE)[order],
+        direction=np.array(directions, dtype=np.int8)[on_gpu.said[order]],
         node=on_gpu.node[order],
         name=on_gpu.name[order],
         said=on_gpu.said[order],

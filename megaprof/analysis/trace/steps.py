@@ -32,7 +32,7 @@ from megaprof.analysis.trace.intervals import (
 from megaprof.analysis.trace.traces import Trace, TracedRange, times_of, within
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
-from megaprof.parallel.schedules import Pass
+from megaprof.parallel.schedules import EXCHANGES, Pass
 
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
@@ -383,10 +383,15 @@ def _with_gpu(
     delayed, waits = intersection(collecting, host_bound), intersection(loading, host_bound)
     spans = _since_data(np.where(ran[:, None], kernel_spans, passes.host), waits)
     kernels: dict[str, Numbers] = {}
-    for label, times in step.exchanges.items():
-        inside = rows["pp"] & (owners(gpu.launched, times[:, :2]) >= 0)
-        if label in ranges.P2P_OPERATIONS and inside.any():
-            kernels[label] = np.column_stack((gpu.launched[inside], gpu.launched[inside], gpu.spans[inside]))
+    for label in filter(EXCHANGES.__contains__, step.exchanges):
+        inside = rows["pp"] & (owners(gpu.launched, step.exchanges[label][:, :2]) >= 0)
+        for direction, prefix in enumerate(("", "send", "recv")):  # each transfer may have a kernel of its own
+            these = inside & (gpu.direction == direction)
+            transfers = tuple(name for name in EXCHANGES[label] if name.startswith(prefix))
+            own = next((each for each, what in EXCHANGES.items() if what == transfers), label)
+            if these.any():
+                times = np.column_stack((gpu.launched[these], gpu.launched[these], gpu.spans[these]))
+                kernels[own] = np.concatenate((kernels.get(own, times[:0]), times))
     pass_end, waited = _until_fed(host_bound, spans, [times[:, 2] for times in kernels.values()])
     spent: dict[str, float] = {group: early[group] for group in _ANY_USER}
     spent |= {"unknown": early["unknown"] + early["other"]} | dict.fromkeys(set(undecided) - {"pp"}, np.nan)

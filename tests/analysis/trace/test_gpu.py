@@ -373,6 +373,20 @@ class TestWaiting:
         (target,) = analyze(directory).targets
         return target.stages[1]
 
+    def test_a_kernel_that_only_receives_sends_nothing(self, tmp_path):
+        """With ``overlap_p2p_comm`` each transfer of an exchange has a kernel, and odd stages receive first."""
+        stage = Gpu(pp=1, pp_size=2, microbatches=1, target="train_log_probs")
+        stage.trace.call(0, 60)
+        stage.trace.forward(0, 1, 5)
+        stage.kernel(2, 4, launch=2)
+        stage.trace.event("megaprof/send_forward_recv_forward", 7, 2)
+        for start, what in ((8, "recv"), (9, "send")):
+            stage.nccl(start, 0.5, launch=start - 0.5, group="pp", name="ncclDevKernel_SendRecv")
+            stage.trace.events[-1]["args"]["Collective name"] = what
+        kernels = stage.call(tmp_path).kernels
+        (received,), (sent,) = (kernels[label][:, 2].tolist() for label in ("recv_forward", "send_forward"))
+        assert (len(kernels), sent - received) == (2, 1_000_000)
+
     def test_a_late_neighbour_is_no_slow_network(self, tmp_path):
         stage = self.exchange(tmp_path, late=20, transfer=1)
         assert (stage.exposed_ms["pp"].mean, stage.pp_waiting_ms.mean) == (pytest.approx(1), pytest.approx(20))
